@@ -226,16 +226,16 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence, in the form that transformers calls.
 
     query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; values, and so the result, may have fewer
     channels than keys. T / cp tokens under context parallel: tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
-    sliding_window: tokens that a token sees, itself included. softcap: cap of the scores. s_aux: sink of each head [heads].
+    sliding_window: tokens that a token sees, itself included. softcap: cap of the scores. others: s_aux, sink of each head [heads].
     """
     assert attention_mask is None, "packed sequences need no mask"
+    s_aux: Tensor | None = others.get("s_aux")
     scale, value_dim = query.size(-1) ** -0.5 if scaling is None else scaling, value.size(-1)
     if value_dim < key.size(-1):  # multi-head latent attention; the kernels want one width
         value = torch.nn.functional.pad(value, (0, key.size(-1) - value_dim))

@@ -34,9 +34,9 @@ def asked_of_the_engines(monkeypatch: pytest.MonkeyPatch, model: Path, **how: An
 
     monkeypatch.setattr(module, "start_alone", lambda device: None)
     monkeypatch.setattr(module, "build_rollout", build_rollout)
-    defaults: dict[str, Any] = dict(tokenizer_path=None, engine="megatron", max_tokens=None, temperature=0.0, chat_template=False)
+    defaults: dict[str, Any] = dict(engine="megatron", max_tokens=None, temperature=0.0, dtype=None)
     with pytest.raises(Started):
-        module.answer(str(model), ["1+1="], **{**defaults, "dtype": None, **how}, engines=Engines)
+        module.answer(str(model), ["1+1="], module.Texts(chat_template=False), **{**defaults, **how}, engines=Engines)
     return found["dtype"], found["tokens"]
 
 

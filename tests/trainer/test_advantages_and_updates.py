@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.commands.generate.answer import answer
+from megappo.commands.generate.answer import Texts, answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import LengthPenaltyConfig, RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
@@ -682,10 +682,9 @@ def test_a_temperature_that_is_none_is_refused(temperature):
         answer(
             "absent",
             ["1+1="],
-            tokenizer_path=None,
+            Texts(chat_template=False),
             engine="megatron",
             max_tokens=4,
             temperature=temperature,
-            chat_template=False,
             dtype="fp32",
         )

@@ -14,7 +14,7 @@ import transformers
 import yaml
 
 from megappo.commands.export.export import export_checkpoint
-from megappo.commands.generate.answer import answer
+from megappo.commands.generate.answer import Texts, answer
 from megappo.config.loading import load_config
 from megappo.config.schema import SftConfig
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
@@ -96,8 +96,8 @@ def run_all(rank: int, folder: Path) -> list[str]:
     start_alone(torch.device("cpu"))
     run_many(rank, [(ppo_config(folder, "warm", "runs/sft/export", None, **chat), False)])
     torch.distributed.destroy_process_group()
-    how: dict[str, Any] = dict(engine="megatron", max_tokens=4, temperature=1.0, chat_template=False, dtype="fp32")
-    said = answer(str(folder / "ends"), ["1+2="] * 8, tokenizer_path=str(folder / "sums.model"), **how)
+    how: dict[str, Any] = dict(engine="megatron", max_tokens=4, temperature=1.0, dtype="fp32")
+    said = answer(str(folder / "ends"), ["1+2="] * 8, Texts(False, str(folder / "sums.model")), **how)
     start_alone(torch.device("cpu"))  # which the test's world leaves
     return said
 

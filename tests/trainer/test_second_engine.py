@@ -96,16 +96,15 @@ def test_its_checkpoint_resumes_to_the_same_weights(task: Path) -> None:
 def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """The commands that start their own world of one: an export of the interrupted run, and answers of both engines."""
     from megappo.commands.export.export import export_checkpoint
-    from megappo.commands.generate.answer import answer
+    from megappo.commands.generate.answer import Texts, answer
     from megappo.parallel.device import start_alone
 
     dist.destroy_process_group()
     export_checkpoint(str(folder / "runs" / "toy"), str(folder / "exported"), role="policy", step=None, engines=toy_engines)
-    how: dict[str, Any] = dict(engine="megatron", max_tokens=4, temperature=0.0, chat_template=False, dtype="fp32")
-    how["tokenizer_path"] = str(folder / "model" / "tokenizer.model")
-    prompts = ["1+2=", "7-3="]
-    ours = answer(str(folder / "model"), prompts, **how, engines=toy_engines)
-    theirs = answer(str(folder / "model"), prompts, **how)
+    how: dict[str, Any] = dict(engine="megatron", max_tokens=4, temperature=0.0, dtype="fp32")
+    asked = ["1+2=", "7-3="], Texts(False, str(folder / "model" / "tokenizer.model"))
+    ours = answer(str(folder / "model"), *asked, **how, engines=toy_engines)
+    theirs = answer(str(folder / "model"), *asked, **how)
     start_alone(torch.device("cpu"))  # which the test's world leaves
     return ours, theirs
 

@@ -32,18 +32,16 @@ def main(args: argparse.Namespace) -> int:
     tokenizer = find_tokenizer_of(model, args.tokenizer)
     variables = template_args_of(args.template_args or "{}")
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    from megappo.commands.generate.answer import answer
+    from megappo.commands.generate.answer import Texts, answer
 
     answers = answer(
         model,
         prompts,
-        tokenizer_path=tokenizer,
+        Texts(not args.raw, tokenizer, variables),
         engine=args.engine,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
-        chat_template=not args.raw,
         dtype=args.dtype,
-        template_args=variables,
     )
     for prompt, text in zip(prompts, answers):
         print(f"{prompt}\n{text}\n" if len(prompts) > 1 else text)

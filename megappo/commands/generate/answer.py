@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megappo.config.schema import RolloutConfig
 from megappo.config.vllm_args import temperature_problem
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.token_texts import response_text
-from megappo.data.tokenizers import load_tokenizer
+from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineSpec
 from megappo.models.hf_config import read_arch
@@ -29,23 +30,40 @@ from megappo.trainer.experience.collect import make_requests
 DEFAULT_TOKENS = 256
 
 
+@dataclass(frozen=True)
+class Texts:
+    """How prompts become token ids. tokenizer: its path, None for that of the model. template_args: of its chat template."""
+
+    chat_template: bool
+    tokenizer: str | None = None
+    template_args: Mapping[str, Any] | None = None
+
+    def load(self, model: str) -> Tokenizer:
+        """Load the tokenizer. Raises ValueError if there is none, or no chat template."""
+        path = self.tokenizer or model
+        try:
+            tokenizer = load_tokenizer(path, model, self.template_args)
+        except ValueError as error:
+            raise ValueError(str(error).replace("data.template_args", "--template-args")) from error
+        if self.chat_template and not tokenizer.has_chat_template:
+            raise ValueError(f"the tokenizer {path} has no chat template; prompts go as they are with --raw")
+        return tokenizer
+
+
 def answer(
     model: str,
     prompts: Sequence[str],
+    texts: Texts,
     *,
-    tokenizer_path: str | None,
     engine: Literal["vllm", "megatron"],
     max_tokens: int | None,
     temperature: float,
-    chat_template: bool,
     dtype: Literal["bf16", "fp32"] | None,
-    template_args: Mapping[str, Any] | None = None,
     engines: EngineBackend = RoleEngines,
 ) -> list[str]:
     """Generate one response text per prompt, in one process. `engine` samples; `engines` build the model that it samples from.
     max_tokens: None for DEFAULT_TOKENS, or fewer if the model takes no more. dtype: None for that of the checkpoint.
-    template_args: variables of the chat template. Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or
-    a temperature below 0."""
+    Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0."""
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
     if not 0.0 <= temperature < math.inf:
@@ -53,13 +71,7 @@ def answer(
     if engine == "vllm" and (message := temperature_problem("--temperature", temperature)) is not None:
         raise ValueError(message)
     arch, dtype = read_arch(model), dtype or dtype_of_weights(model)
-    try:
-        tokenizer = load_tokenizer(tokenizer_path or model, model, template_args)
-    except ValueError as error:
-        raise ValueError(str(error).replace("data.template_args", "--template-args")) from error
-    if chat_template and not tokenizer.has_chat_template:
-        raise ValueError(f"the tokenizer {tokenizer_path or model} has no chat template; prompts go as they are with --raw")
-    prompt_format = PromptFormat(chat_template, None, "")
+    tokenizer, prompt_format = texts.load(model), PromptFormat(texts.chat_template, None, "")
     tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in tokens)
     max_tokens = max_tokens or max(1, min(DEFAULT_TOKENS, arch.max_positions - longest))
