@@ -155,8 +155,6 @@ class EmaConfig(Section):
 
     decay: Decay = 0.992
     """After every PPO step: average = decay * average + (1 - decay) * weights."""
-    keep_on: Literal["host", "device"] = "host"
-    """Memory of the average between its uses: 4 bytes for each of a rank's parameters."""
 
 
 class PolicyConfig(TrainableConfig):

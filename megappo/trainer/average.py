@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,11 @@ from megappo.parallel.layout import Placement
 
 class PolicyAverage:
     """Average of one engine's weights, a `checkpoint.state.StatefulModel` without optimizer. Methods are collective over its ranks.
-    It starts as the engine's weights. decay: average = decay * average + (1 - decay) * weights at every `update`."""
+    It starts as the engine's weights, and is on the host, where it takes 4 bytes for each of a rank's parameters.
+    decay: average = decay * average + (1 - decay) * weights at every `update`."""
 
-    def __init__(self, engine: Engine, decay: float, keep_on: Literal["host", "device"]) -> None:
-        self._engine, self._decay, self._on_host = engine, decay, keep_on == "host"
+    def __init__(self, engine: Engine, decay: float) -> None:
+        self._engine, self._decay = engine, decay
         self._values: dict[str, Tensor] = {}
         self._save = ReadGoingOn()
         self.start()
@@ -65,7 +65,7 @@ class PolicyAverage:
         return before
 
     def _placed(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        return tensor.detach().to("cpu" if self._on_host else tensor.device, dtype, copy=True)
+        return tensor.detach().to("cpu", dtype, copy=True)
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
@@ -113,4 +113,4 @@ def parameters_to_change(engine: Engine) -> Iterator[Mapping[str, torch.nn.Param
 
 def average_of(ema: EmaConfig | None, policy: Engine | None) -> PolicyAverage | None:
     """Build the average for `policy.ema`; None if it is not set and on ranks without the policy."""
-    return None if ema is None or policy is None else PolicyAverage(policy, ema.decay, ema.keep_on)
+    return None if ema is None or policy is None else PolicyAverage(policy, ema.decay)

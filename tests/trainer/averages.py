@@ -77,10 +77,10 @@ def fp32_of(engine: Engine) -> dict[str, Tensor]:
     return {name: values.float() for name, values in (weights_of(engine) | main).items()}
 
 
-def average_of_updates(factory: Any, path: str, name: str, keep_on: str) -> Found:
+def average_of_updates(factory: Any, path: str, name: str) -> Found:
     keys = POLICIES[name]
     engine = policy_of(factory, path, keys)
-    average = PolicyAverage(engine, DECAY, keep_on)  # type: ignore[arg-type]
+    average = PolicyAverage(engine, DECAY)
     loop, read = fp32_of(engine), []
     first = {tensor: values.clone() for tensor, values in average.weights.items()}
     average.release_state(
@@ -144,7 +144,7 @@ def averages(rank: int, paths: dict[str, str]) -> dict[str, Found]:
     found = {}
     for name in POLICIES:
         path = paths["tied" if "tied" in name else "llama"]
-        found[name] = average_of_updates(factory, path, name, "device" if "tp2" in name else "host")
+        found[name] = average_of_updates(factory, path, name)
     factory.close()
     return found
 

@@ -39,7 +39,7 @@ def export_checkpoint(
     start_alone(device)
     engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
     assert engine is not None, "alone in its world"
-    average = PolicyAverage(engine, 0.0, "host") if role == AVERAGE else None
+    average = PolicyAverage(engine, 0.0) if role == AVERAGE else None
     exported = CheckpointStore(Path(run) / CHECKPOINTS, keep_last=1).load_weights(role, average or engine, step)
     tokenizer = tokenizer_of(config)
     with input_accepted(), nullcontext() if average is None else average.in_place():

@@ -385,7 +385,7 @@ def _with_average(
     """Add the moving average of the policy's weights, if the run has one. count: as in `memory.with_average`."""
     if role != "policy" or config.policy.ema is None:
         return memory
-    on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
+    on_device = device == "cpu"  # whose memory is the host's
     return with_average(memory, count, layout, on_device=on_device, swaps=config.trainer.evaluate_with == "ema")
 
 
