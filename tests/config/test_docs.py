@@ -12,12 +12,16 @@ from scripts import reference_pages
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_committed_page_is_current():
-    assert (ROOT / "docs" / "config.md").read_text() == reference_pages.config_page(), "run: python scripts/reference_pages.py"
+@pytest.fixture(scope="module")
+def page():
+    return reference_pages.config_page()
 
 
-def test_every_key_has_a_text_and_stands_on_the_page():
-    page = reference_pages.config_page()
+def test_the_committed_page_is_current(page):
+    assert (ROOT / "docs" / "config.md").read_text() == page, "run: python scripts/reference_pages.py"
+
+
+def test_every_key_has_a_text_and_stands_on_the_page(page):
     for cls in (TrainConfig, SftConfig):
         for key, field in value_keys(cls):
             assert field.description, key
@@ -49,12 +53,11 @@ def test_every_key_has_a_text_and_stands_on_the_page():
         ("algorithm.kl.controller.target", "| `target` | positive number, **`6.0`** |"),
     ],
 )
-def test_type_range_and_default_are_on_the_page(key, cells):
-    assert cells in reference_pages.config_page()
+def test_type_range_and_default_are_on_the_page(page, key, cells):
+    assert cells in page
 
 
-def test_a_changed_default_makes_the_page_stale(monkeypatch):
+def test_a_changed_default_makes_the_page_stale(page, monkeypatch):
     """Negative control: the comparison sees a change of one default."""
-    before = reference_pages.config_page()
     monkeypatch.setattr(RunConfig.model_fields["seed"], "default", 1)
-    assert reference_pages.config_page() != before
+    assert reference_pages.config_page() != page
