@@ -30,16 +30,17 @@ SCALE = ALPHA / RANK
 ALL = {"rank": RANK, "alpha": ALPHA}
 # Some modules of every fused linear, and another scale: 24 / 4 = 6.
 SOME = {"rank": RANK, "alpha": 24.0, "targets": ["k_proj", "up_proj", "down_proj"]}
+# tp without sequence parallel is that of PARTLY, and under FSDP2 that of tests/engine/test_lora.py.
 CASES: dict[int, list[Case]] = {
     1: [{}],
-    2: [{"tp": 2}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    2: [SP, {"pp": 2, "vpp": 2}, {"cp": 2}],
 }
 # Experts have no adapters; the attention beside them does.
 ATTENTION = {"rank": RANK, "alpha": ALPHA, "targets": ["q_proj", "v_proj", "o_proj"]}
 EXPERTS: Case = {**SP, "ep": 2}
 PARTLY: Case = {"tp": 2}
 FSDP2 = {"policy__engine": "fsdp2", "critic__engine": "fsdp2"}
-OF_FSDP2: dict[str, Case] = {"fsdp2": {}, "fsdp2 tp2": {"tp": 2}, "fsdp2 tp2 sp": SP}
+OF_FSDP2: dict[str, Case] = {"fsdp2": {}, "fsdp2 tp2 sp": SP}
 STEPS = 20
 REPLAYED: Case = SP
 # Whole mini-batches take half of the time; that their split changes nothing is the matrix's to show.
