@@ -42,7 +42,7 @@ METADATA = {
     "swapaxes_",
     "as_strided_",
 }
-# Besides those that return numbers, these make the host wait: the sizes of their results depend on the values.
+# Besides those that return numbers, these make the host wait: the sizes of their results depend on the values, unless given.
 HOST_WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 CPU = torch.device("cpu")
@@ -176,7 +176,8 @@ def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) ->
             x.resize_(host.shape)  # an out= that was empty
             host_view(x).copy_(host)
     results = [out] if isinstance(out, Tensor) else tree_leaves(out)
-    if rule.name in HOST_WAITS or any(not isinstance(x, Tensor) and x is not None for x in results):
+    depends = rule.name in HOST_WAITS and _argument(func, args, kwargs, "output_size") is None
+    if depends or any(not isinstance(x, Tensor) and x is not None for x in results):
         runtime.wait(device.index, stream)
     made: list[int] = []
 
