@@ -110,16 +110,19 @@ class _Waiting:
 
     def _counted(self, num: int) -> int:
         """Count `num` more requests as taken; return the count over all replicas."""
-        group = self._replica.group
         count = self._store.add("taken", num) if self._replica.is_leader else 0
-        if group is None:
-            return count
-        box = torch.tensor([count])
-        try:
-            dist.broadcast(box, group_src=0, group=group)
-        except RuntimeError as error:
-            ranks = ranks_of_run(group)
-            raise RankIsLate(
-                f"rank {ranks[group.rank()]} waited for rank {ranks[0]} to take requests for their replica: {error}"
-            ) from error
-        return int(box)
+        return told_by_leader(count, self._replica.group, "to take requests for their replica")
+
+
+def told_by_leader(count: int, group: dist.ProcessGroup | None, what: str) -> int:
+    """Return the number of a replica's first rank on all its ranks, in whose world the caller is. RankIsLate, with `what` it was
+    waited for to do, if the exchange fails."""
+    if group is None:
+        return count
+    box = torch.tensor([count])
+    try:
+        dist.broadcast(box, group_src=0, group=group)
+    except RuntimeError as error:
+        ranks = ranks_of_run(group)
+        raise RankIsLate(f"rank {ranks[group.rank()]} waited for rank {ranks[0]} {what}: {error}") from error
+    return int(box)

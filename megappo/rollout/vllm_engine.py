@@ -139,11 +139,13 @@ class VllmEngine:
             return self._sync.push(version)
         with self._running():
             running = self._cut()
+        cut = [one for one in (running or self._asked.values()) if one.drawn.segments]
+        recomputed = sum(len(one.rest().tokens) for one in cut if running)
         metrics = self._sync.push(version)
         with self._running():
             for one in running:
                 self._enter(one)
-        return metrics
+        return metrics | {"requests_cut": float(len(cut)), "tokens_recomputed": float(recomputed)}
 
     def _cut(self) -> list[Drawing]:
         """Close the segments of all running requests. Return those that must be submitted again, taken out of vLLM: all, or none if

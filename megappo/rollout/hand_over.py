@@ -1,0 +1,56 @@
+"""Exchanges of bytes at the meetings of an asynchronous run: from the rollout half to the training half. Collective over the world,
+which is the caller's default process group."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megappo.rollout.types import Response
+
+Figures = Mapping[str, float]
+
+
+def give_responses(responses: Sequence[Response], count: int, figures: Figures, training_ranks: int) -> None:
+    """Send the responses to a batch of `count` requests, numbered in it, to the training ranks: an even share of the numbers each.
+    figures: of this replica. Called on the first rank of a replica; the others give nothing."""
+    shares: list[list[Response]] = [[] for _ in range(training_ranks)]
+    for response in responses:
+        shares[_owner(response.number, count, training_ranks)].append(response)
+    exchanged({rank: pickle.dumps((share, figures)) for rank, share in enumerate(shares)})
+
+
+def take_responses() -> tuple[list[Response], list[Figures]]:
+    """Return this training rank's responses, by number, and the figures of every replica."""
+    pairs = [pickle.loads(part) for _, part in sorted(exchanged({}).items())]
+    responses = [response for share, _ in pairs for response in share]
+    return sorted(responses, key=lambda one: one.number), [figures for _, figures in pairs]
+
+
+def take_snapshots(leaders: Sequence[int]) -> dict[int, bytes]:
+    """Return the snapshots that this training rank stores, by replica. leaders: first rank of each replica."""
+    return {leaders.index(rank): part for rank, part in exchanged({}).items()}
+
+
+def exchanged(parts: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Send bytes to ranks; return what came, by rank that sent it. Ranks without a part for another send it nothing."""
+    size = dist.get_world_size()
+    sent = [parts.get(rank, b"") for rank in range(size)]
+    lengths, received = torch.tensor([len(one) for one in sent]), torch.empty(size, dtype=torch.long)
+    dist.all_to_all_single(received, lengths)
+    counts = received.tolist()
+    arrived = torch.empty(sum(counts), dtype=torch.uint8)
+    # Copied, as torch needs writable memory.
+    flat = torch.from_numpy(numpy.frombuffer(bytearray(b"".join(sent)), numpy.uint8))
+    dist.all_to_all_single(arrived, flat, counts, lengths.tolist())
+    return {rank: part.numpy().tobytes() for rank, part in enumerate(arrived.split(counts)) if len(part)}
+
+
+def _owner(number: int, count: int, ranks: int) -> int:
+    """Return the rank r with `number` in [r * count // ranks, (r + 1) * count // ranks)."""
+    return ((number + 1) * ranks - 1) // count
