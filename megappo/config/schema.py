@@ -87,6 +87,8 @@ class RolloutConfig(Section):
     max_staleness: NonNegative | None = None
     """Generate beside training, on ranks of its own: a step's responses may begin under weights that are up to this many steps
     old. null: in turns."""
+    cache_after_push: Literal["recompute", "keep"] = "recompute"
+    """KV cache of responses that a push finds half drawn: computed again with the new weights, or kept as older ones left it."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer exceeds this; steps with responses of
     older weights are not judged."""

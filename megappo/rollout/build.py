@@ -131,6 +131,7 @@ def build_rollout(
         detokenize=tokenizer.decode,
         timeouts=run.timeouts,
         subworld=subworld,
+        cache_after_push=None if config.max_staleness is None else config.cache_after_push,
     )
     engine.connect(policy, route)
     return engine

@@ -47,10 +47,10 @@ class EventLog:
             header = {**self._header, _RESUMED: is_resumed}
             self._file.writelines([json.dumps(header, sort_keys=True).encode() + b"\n", *kept])
 
-    def resume(self, num_events: int | None, engine_step: int) -> None:
+    def resume(self, num_events: int | None) -> None:
         """Go on after so many events, those before a checkpoint's push; what a killed run wrote later is void. num_events: None if
         the checkpoint has other replicas, whose requests were dealt otherwise."""
-        self.num_events, self._last = num_events or 0, engine_step
+        self.num_events = num_events or 0
         for _ in range(min(self.num_events, len(self.script))):
             self.script.popleft()
         is_there = self._path is not None and num_events is not None and self._path.exists()
@@ -58,7 +58,9 @@ class EventLog:
         is_whole = num_events is not None and len(kept) >= num_events
         if self._path is not None and num_events is not None and not is_whole:
             logging.getLogger(__name__).warning("%s is shorter than at the checkpoint: this run cannot be replayed", self._path)
-        self.begin(kept[: self.num_events] if is_whole else (), is_resumed=not is_whole)
+        kept = kept[: self.num_events] if is_whole else []
+        self._last = sum(int(line.split()[1]) for line in kept)
+        self.begin(kept, is_resumed=not is_whole)
 
     def requests(self, engine_step: int, numbers: Sequence[int]) -> None:
         """Note that these requests begin, in the replica's order."""

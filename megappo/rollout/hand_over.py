@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy
 import torch

@@ -5,7 +5,7 @@ half. Responses depend on the seeds of samples and on the engine steps of the ev
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,8 @@ from megappo.rollout.vllm_outputs import Drawn
 _IDLE_S = 0.002  # between looks for messages; one look at the store takes 0.1 ms
 _MEETINGS = {"push", "hand_over", "snapshot", "stop"}
 _FIRST_EVALUATION = 10**6  # batches below are steps
+_OF_PUSH = ("requests_cut", "tokens_recomputed")
+_COUNTED = ("idle_s", "engine_steps", *_OF_PUSH)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class _Server:
         self._engine_step = self._num_evaluations = 0
         self._has_weights = False
         self._snapshot: Snapshot | None = None
-        self._figures = defaultdict(float)  # since the last hand-over
+        self._figures = dict.fromkeys(_COUNTED, 0.0)  # since the last hand-over
 
     def run(self, between_steps: Callable[[], None]) -> bool:
         meet = {"push": self._push, "hand_over": self._hand_over, "snapshot": self._give_snapshot}
@@ -223,9 +225,9 @@ class _Server:
         if len(parts) == self._replicas:
             part = parts[self._index]
             self._engine_step, self._num_evaluations = part.engine_step, part.num_evaluations
-            self._log.resume(part.num_events, part.engine_step)
+            self._log.resume(part.num_events)
         else:
-            self._log.resume(None, 0)
+            self._log.resume(None)
 
     # --------------------------------------------------------------------------------------------------------- meetings
 
@@ -246,7 +248,7 @@ class _Server:
         if self._next_event() is not None:
             self._log.script.popleft()
         self._log.push(self._engine_step, message["version"])
-        for name in ("requests_cut", "tokens_recomputed"):
+        for name in _OF_PUSH:
             self._figures[name] += metrics[name]
 
     def _hand_over(self, message: Mapping[str, Any]) -> None:
@@ -259,7 +261,7 @@ class _Server:
         responses = [replace(response, number=response.number % BATCH) for response in batch.responses]
         figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._waiting))}
         give_responses(responses, batch.count, figures, self._training_ranks)
-        self._figures.clear()
+        self._figures = dict.fromkeys(_COUNTED, 0.0)
 
     def _give_snapshot(self, message: Mapping[str, Any]) -> None:
         assert self._snapshot is not None, "a push comes first"

@@ -41,14 +41,15 @@ class Snapshot:
             "segments": [(len(segment.tokens), segment.version) for segment in segments],
             "kept": [None if one is None else (len(one.counts), len(one.ids)) for one in kept],
         }
-        columns = {
-            "tokens": _joined([one.tokens for one in segments], numpy.int32),
-            "logprobs": _joined([one.logprobs for one in segments], numpy.float32),
-            "counts": _joined([one.counts for one in kept if one is not None], numpy.int32),
-            "ids": _joined([one.ids for one in kept if one is not None], numpy.int32),
-        }
         file = io.BytesIO()
-        numpy.savez(file, facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8), **columns)
+        numpy.savez(
+            file,
+            facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8),
+            tokens=_joined([one.tokens for one in segments], numpy.int32),
+            logprobs=_joined([one.logprobs for one in segments], numpy.float32),
+            counts=_joined([one.counts for one in kept if one is not None], numpy.int32),
+            ids=_joined([one.ids for one in kept if one is not None], numpy.int32),
+        )
         return file.getvalue()
 
     @classmethod
@@ -57,8 +58,10 @@ class Snapshot:
         with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
             facts: Any = json.loads(file["facts"].tobytes())
             take = {name: _Column(file[name]) for name in _COLUMNS}
-        segments = iter([Segment(take["tokens"](length), take["logprobs"](length), version) for length, version in facts["segments"]])
-        running, finished = {}, []
+        tokens, logprobs = take["tokens"], take["logprobs"]
+        segments = iter([Segment(tokens(length), logprobs(length), version) for length, version in facts["segments"]])
+        running: dict[int, Drawn] = {}
+        finished: list[Response] = []
         for (number, finish, count), sizes in zip(facts["samples"], facts["kept"], strict=True):
             parts = tuple(next(segments) for _ in range(count))
             kept = None if sizes is None else KeptIds(take["counts"](sizes[0]), take["ids"](sizes[1]))
@@ -66,7 +69,8 @@ class Snapshot:
                 finished.append(Response(number, parts, cast(Literal["stop", "length"], finish), kept))
             else:
                 running[number] = Drawn(parts, () if kept is None else (kept,))
-        return cls(*facts["of"], running, finished)
+        replica, num_evaluations, engine_step, num_events = facts["of"]
+        return cls(replica, num_evaluations, engine_step, num_events, running, finished)
 
 
 class _Column:

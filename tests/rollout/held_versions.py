@@ -33,7 +33,7 @@ def weights_of(path: str, version: int) -> dict[str, torch.Tensor]:
 
 
 class Held:
-    """One rank of the world. Rank 0 serves pushes (`serve`) while the others, one engine after the other, ask for them."""
+    """One rank of the world. Rank 0 serves pushes (`serve`) while an engine on the others asks for them."""
 
     def __init__(self, path: str) -> None:
         self.path, self.arch, self.ranks = path, read_arch(path), tuple(range(1, dist.get_world_size()))
@@ -48,12 +48,18 @@ class Held:
     def route(self, tp: int) -> Route:
         return Route(self.arch, self.policy.pieces(), (0,), self.ranks, tp)
 
-    def serve(self, tp: int) -> None:
-        """Push as one engine asks, to its end. On rank 0."""
-        sync = WeightSync(self.policy, None, self.route(tp), torch.device("cpu"))
+    def connect(self, tp: int) -> WeightSync:
+        """Rank 0's end of the bridge to an engine."""
+        return WeightSync(self.policy, None, self.route(tp), torch.device("cpu"))
+
+    def serve(self, sync: WeightSync) -> None:
+        """Push as the engine asks, until it has had enough. On rank 0."""
         while (wanted := self._next()) != END:
-            self.policy.tensors = self.of(int(wanted))
-            sync.push(int(wanted))
+            self.send(sync, int(wanted))
+
+    def send(self, sync: WeightSync, version: int) -> None:
+        self.policy.tensors = self.of(version)
+        sync.push(version)
 
     def _next(self) -> str:
         self._store.wait([str(self._asked)], timedelta(seconds=200))
@@ -76,7 +82,6 @@ class Held:
         with contextlib.closing(make_engine(self.path, tp, **given)) as engine:
             engine.connect(None, self.route(tp))
             yield engine
-            self.ask(END)
 
 
 def parts_of(response: Response) -> list[tuple[list[int], list[float] | None, int]]:

@@ -18,7 +18,7 @@ from megappo.rollout.turns import TurnsRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from tests.models.checkpoints import write_checkpoint
-from tests.rollout.held_versions import Held, distances, parts_of
+from tests.rollout.held_versions import END, Held, distances, parts_of
 from tests.worlds import spawn_world
 
 TEMPERATURE = 0.9
@@ -119,11 +119,12 @@ def in_world(rank: int, path: str) -> dict[str, Any]:
     held, found = Held(path), {}
     for name, tp in ENGINES.items():
         if rank == 0:
-            held.serve(tp)
+            held.serve(held.connect(tp))
             continue
         is_ahead = name == "two replicas"
         with ahead() if is_ahead else contextlib.nullcontext(), held.engine(tp) as engine:
             found[name] = of_engine(held, engine)
+            held.ask(END)
             found[name]["queue"] = engine._llm.llm_engine.engine_core.engine_core.batch_queue is not None
     return found
 
