@@ -127,9 +127,15 @@ TRAIN: tuple[Dead, ...] = (
             "rollout.adapter",
             "rollout.push_every",
             "rollout.max_staleness",
+            "rollout.cache_after_push",
         ),
         lambda c: c.rollout.engine == "megatron",
         "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
+    ),
+    Dead(
+        ("rollout.cache_after_push",),
+        lambda c: c.rollout.max_staleness is None,
+        "rollout.max_staleness is null, so no push finds a response half drawn; remove it, or set rollout.max_staleness",
     ),
     Dead(
         ("rollout.adapter",),

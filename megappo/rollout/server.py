@@ -89,14 +89,19 @@ class _Server:
         self._figures = dict.fromkeys(_COUNTED, 0.0)  # since the last hand-over
 
     def run(self, between_steps: Callable[[], None]) -> bool:
-        meet = {"push": self._push, "hand_over": self._hand_over, "snapshot": self._give_snapshot}
         while True:
             with self._engine.between_pushes():
                 meeting = self._work(between_steps)
-            if meeting["kind"] == "stop":
-                self._log.end(self._engine_step)
-                return meeting["finished"]
-            meet[meeting["kind"]](meeting)
+            match meeting["kind"]:
+                case "push":
+                    self._push(meeting["version"])
+                case "hand_over":
+                    self._hand_over(meeting["key"])
+                case "snapshot":
+                    self._give_snapshot()
+                case "stop":
+                    self._log.end(self._engine_step)
+                    return meeting["finished"]
 
     # ------------------------------------------------------------------------------------------- between two meetings
 
@@ -121,8 +126,15 @@ class _Server:
         for _ in range(told_by_leader(count, self._group, "to look for messages")):
             self._messages.append(self._channel.hear())
         while self._messages and self._messages[0]["kind"] not in _MEETINGS:
-            message = self._messages.popleft()
-            getattr(self, f"_{message['kind']}")(message)
+            match self._messages.popleft():
+                case {"kind": "requests", "step": step, "rows": rows}:
+                    self._admit(step, rows)
+                case {"kind": "evaluation", "key": key, "set": name}:
+                    self._evaluate(key, name)
+                case {"kind": "restore", "path": path, "steps": steps}:
+                    self._restore(path, {int(step): rows for step, rows in steps.items()})  # JSON's keys are text
+                case other:
+                    raise AssertionError(f"message {other}")
 
     def _is_due(self, meeting: Mapping[str, Any]) -> bool:
         """A push of a replay waits for its engine step."""
@@ -151,9 +163,10 @@ class _Server:
     def _begin(self) -> None:
         """Begin the requests that fit, in order; in a replay those of the log."""
         while (event := self._next_event()) is not None:
-            places = {request.number: place for place, request in enumerate(self._waiting)}
-            place = places.get(event.first)
-            if event.kind != "a" or event.engine_step != self._engine_step or place is None:
+            if event.kind != "a" or event.engine_step != self._engine_step:
+                return
+            place = next((place for place, request in enumerate(self._waiting) if request.number == event.first), None)
+            if place is None:  # its message has not come
                 return
             self._log.script.popleft()
             self._take(place, event.count)
@@ -191,13 +204,10 @@ class _Server:
 
     # --------------------------------------------------------------------------------------------------------- messages
 
-    def _requests(self, message: Mapping[str, Any]) -> None:
-        self._admit(message["step"], message["rows"])
-
-    def _evaluation(self, message: Mapping[str, Any]) -> None:
-        """No push is sent before it is handed over: one version draws all of it, beside what else runs."""
-        requests, sampling = self._source.of_evaluation(message["set"])
-        self._waiting[:0] = self._open(_FIRST_EVALUATION + self._num_evaluations, message["key"], requests, sampling)
+    def _evaluate(self, key: str, name: str) -> None:
+        """Put an evaluation before all that waits. No push is sent before it is handed over, so one version draws all of it."""
+        requests, sampling = self._source.of_evaluation(name)
+        self._waiting[:0] = self._open(_FIRST_EVALUATION + self._num_evaluations, key, requests, sampling)
         self._num_evaluations += 1
 
     def _admit(self, step: int, rows: Sequence[int]) -> None:
@@ -210,11 +220,11 @@ class _Server:
         self._announce(self._batches[number])
         return [replace(one, number=number * BATCH + one.number) for one in mine]
 
-    def _restore(self, message: Mapping[str, Any]) -> None:
+    def _restore(self, path: str, steps: Mapping[int, Sequence[int]]) -> None:
         """Go on from a checkpoint; its replicas' requests are dealt to those of now."""
-        parts = sorted(map(Snapshot.decoded, self._read(message["path"])), key=lambda part: part.replica)
-        for step, rows in sorted((int(step), rows) for step, rows in message["steps"].items()):
-            self._admit(step, rows)
+        parts = sorted(map(Snapshot.decoded, self._read(path)), key=lambda part: part.replica)
+        for step in sorted(steps):
+            self._admit(step, steps[step])
         mine = {request.number for request in self._waiting}
         begun = {number: drawn for part in parts for number, drawn in part.running.items() if number in mine}
         ended = [response for part in parts for response in part.finished if response.number in mine]
@@ -231,10 +241,10 @@ class _Server:
 
     # --------------------------------------------------------------------------------------------------------- meetings
 
-    def _push(self, message: Mapping[str, Any]) -> None:
+    def _push(self, version: int) -> None:
         self._log.begin()
         unfinished = self._engine.num_unfinished
-        metrics = self._engine.push_weights(message["version"])
+        metrics = self._engine.push_weights(version)
         with self._engine.between_pushes():
             self._note(self._engine.ended_in_push, unfinished)
             if not self._has_weights:  # after a checkpoint's push what ran goes on, without an event
@@ -247,13 +257,13 @@ class _Server:
         self._has_weights = True
         if self._next_event() is not None:
             self._log.script.popleft()
-        self._log.push(self._engine_step, message["version"])
+        self._log.push(self._engine_step, version)
         for name in _OF_PUSH:
             self._figures[name] += metrics[name]
 
-    def _hand_over(self, message: Mapping[str, Any]) -> None:
-        number, batch = next((number, batch) for number, batch in self._batches.items() if batch.key == message["key"])
-        assert not batch.left, f"{batch.key} was announced"
+    def _hand_over(self, key: str) -> None:
+        number, batch = next((number, batch) for number, batch in self._batches.items() if batch.key == key)
+        assert not batch.left, f"{key} was announced"
         del self._batches[number]
         if not self._is_leader:
             exchanged({})
@@ -263,6 +273,6 @@ class _Server:
         give_responses(responses, batch.count, figures, self._training_ranks)
         self._figures = dict.fromkeys(_COUNTED, 0.0)
 
-    def _give_snapshot(self, message: Mapping[str, Any]) -> None:
+    def _give_snapshot(self) -> None:
         assert self._snapshot is not None, "a push comes first"
         exchanged({self._index % self._training_ranks: self._snapshot.encoded()} if self._is_leader else {})

@@ -47,6 +47,7 @@ DEAD = [
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([LORA], "reference.parallel.tp=1", "reference.model=m"),
     ([], "rollout.adapter=merged", LORA),
+    ([], "rollout.cache_after_push=keep", "rollout.max_staleness=0"),
     ([MEGATRON], "rollout.tp=1", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.dtype=bf16", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),

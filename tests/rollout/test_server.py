@@ -7,34 +7,36 @@ in one world.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch.distributed as dist
 
 from megappo.bridge.sync import WeightSync
 from megappo.rollout.channel import Channel
-from megappo.rollout.event_log import EventLog, read_script
+from megappo.rollout.event_log import BATCH, EventLog, read_script
 from megappo.rollout.generation import generate
-from megappo.rollout.hand_over import exchanged, take_responses, take_snapshots
+from megappo.rollout.hand_over import take_responses, take_snapshots
 from megappo.rollout.server import RequestSource, serve
 from megappo.rollout.snapshot import Snapshot
-from megappo.rollout.types import KeptIds, Request, Response, SamplingParams, Segment
+from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_outputs import Drawn
 from tests.models.checkpoints import write_checkpoint
 from tests.rollout.held_versions import END, Held, distances, parts_of
+from tests.rollout.responses import kept_of, plain, segment
 from tests.worlds import spawn_world
 
 STEPS, ROWS, SAMPLES, STALENESS, SAVED = 5, 4, 2, 2, 2
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.9)
+TOLERANCE = 1e-5  # as in `test_push_while_running.py`
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 HEADER = {"facts": "of this run"}
 
@@ -77,8 +79,8 @@ class Pauses:
 
 
 class Run:
-    """One run, as every rank sees it. tp: of its engine. staleness: steps ahead. pauses: of this rank. log: file without the
-    replica's number; None for no log. script: log to replay. restored: snapshots, of a run that goes on behind step SAVED."""
+    """One run, as every rank sees it. tp: of its engine. staleness: steps ahead. pause_s: longest on each side, random. script: run
+    to replay. restored: goes on from the checkpoint behind step SAVED. steps: the last one."""
 
     def __init__(
         self,
@@ -86,110 +88,121 @@ class Run:
         name: str,
         tp: int,
         staleness: int,
-        pauses: float = 0.0,
-        *,
-        folder: Path,
+        pause_s: float,
         script: str = "",
         restored: bool = False,
+        steps: int = STEPS,
     ) -> None:
-        leaders = list(range(1, 3, tp))
-        self.held, self.name, self.tp, self.staleness, self.folder = held, name, tp, staleness, folder
         store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self.channel, self.leaders = Channel(store, dist.get_rank(), leaders, 60.0), leaders
-        self.pause, self.script, self.restored = Pauses(pauses, hash(name) % 1000 + dist.get_rank()), script, restored
+        self.leaders = list(range(1, 3, tp))
+        self.held, self.channel = held, Channel(store, dist.get_rank(), self.leaders, 60.0)
+        self.name, self.staleness, self.script, self.restored, self.steps = name, staleness, script, restored, steps
+        self.pause = Pauses(pause_s, sum(name.encode()) + dist.get_rank())
 
-    def train(self, sync: WeightSync, evaluate_at: int = -1, save_at: int = -1) -> dict[str, Any]:
-        """The training half, on rank 0: responses by step, figures, what was saved."""
-        found: dict[str, Any] = {"steps": {}, "figures": [], "evaluation": None, "snapshots": None}
+    def train(self, sync: WeightSync, folder: Path) -> dict[str, Any]:
+        """The training half, on rank 0."""
+        self.found: dict[str, Any] = {"steps": {}, "figures": []}
         done = SAVED if self.restored else 0
         admitted = done + self.staleness if self.restored else 0
         if self.restored:
-            steps = {step: rows_of(step) for step in range(done + 1, admitted + 1)}
-            self.channel.tell("restore", path=str(self.folder), steps=steps)
+            self.channel.tell("restore", path=str(folder), steps={s: rows_of(s) for s in range(done + 1, admitted + 1)})
         self.push(sync, done)
-        for step in range(done + 1, STEPS + 1):
+        for step in range(done + 1, self.steps + 1):
             while admitted < min(step + self.staleness, STEPS):
                 admitted += 1
                 self.channel.tell("requests", step=admitted, rows=rows_of(admitted))
-            responses, figures = self.take(f"step/{step}")
-            found["steps"][step] = {one.number: parts_of(one) for one in responses}
-            found["figures"] += figures
+            self.found["steps"][step] = self.take(f"step/{step}")
             self.pause()
             self.push(sync, step)
-            if step == evaluate_at:
+            if step == 3:
                 self.channel.tell("evaluation", key=f"evaluation/{step}/held out", set="held out")
-                found["evaluation"] = {one.number: parts_of(one) for one in self.take(f"evaluation/{step}/held out")[0]}
-            if step == save_at:
+                self.found["evaluation"] = self.take(f"evaluation/{step}/held out")
+            if step == SAVED:
                 self.channel.tell("snapshot")
-                found["snapshots"] = take_snapshots(self.leaders)
-        self.channel.tell("stop", finished=True)
-        return found
+                self.found["snapshots"] = take_snapshots(self.leaders)
+        self.channel.tell("stop", finished=self.steps == STEPS)
+        return self.found
 
     def push(self, sync: WeightSync, version: int) -> None:
         self.channel.tell("push", version=version)
         self.held.send(sync, version)
 
-    def take(self, key: str) -> tuple[list[Response], list]:
+    def take(self, key: str) -> dict[int, list]:
         self.channel.wait_for(key, key)
         self.channel.tell("hand_over", key=key)
-        return take_responses()
+        responses, figures = take_responses()
+        self.channel.met()
+        self.found["figures"] += figures
+        return segments(responses)
 
-    def log(self, engine: VllmEngine) -> Path:
-        return self.folder / f"{self.name}-{engine.replica.index}.log"
+    def serve(self, engine: VllmEngine, folder: Path) -> str | None:
+        """The rollout half; return the log of this rank's replica, None where it has none."""
 
-    def serve(self, engine: VllmEngine) -> bool:
-        """The rollout half."""
-        script = read_script(self.folder / f"{self.script}-{engine.replica.index}.log", HEADER) if self.script else ()
+        def log_of(name: str) -> Path:
+            return folder / f"{name}-{engine.replica.index}.log"
+
+        def read(path: str) -> list[bytes]:
+            return [file.read_bytes() for file in Path(path).glob("rollout-*.bin")]
+
         with engine.in_world():
-            path = self.log(engine) if engine.replica.is_leader else None
-        events = EventLog(path, HEADER, script)
-        return serve(engine, self.channel, SOURCE, 1, events, self.read, self.pause)
+            path = log_of(self.name) if engine.replica.is_leader else None
+        script = read_script(log_of(self.script), HEADER) if self.script else ()
+        finished = serve(engine, self.channel, SOURCE, 1, EventLog(path, HEADER, script), read, self.pause)
+        assert finished == (self.steps == STEPS)
+        return None if path is None else path.read_text("utf-8")
 
-    def read(self, folder: str) -> list[bytes]:
-        return [path.read_bytes() for path in sorted(Path(folder).glob("rollout-*.bin"))]
+
+def segments(responses: Sequence[Response]) -> dict[int, list]:
+    return {one.number: parts_of(one) for one in responses}
 
 
-def synchronous(held: Held, engine: VllmEngine) -> dict[int, dict]:
+def synchronous(held: Held, engine: VllmEngine) -> dict[str, Any]:
     """The oracle of staleness 0: `generate` between two pushes, on the ranks of the engine."""
-    found = {}
+    steps: dict[int, dict] = {}
     for step in range(1, STEPS + 1):
         held.push(engine, step - 1)
         with engine.in_world():
-            found[step] = {one.number: parts_of(one) for one in generate(engine, of_step(step, rows_of(step)), SAMPLING)}
+            steps[step] = segments(generate(engine, of_step(step, rows_of(step)), SAMPLING))
+            if step == 4:
+                evaluation = segments(generate(engine, *of_evaluation("held out")))
     held.ask(END)
-    return found
+    return {"steps": steps, "evaluation": evaluation}
+
+
+# tp of the engine -> its runs
+RUNS: dict[int, tuple[tuple, ...]] = {
+    1: (
+        ("in step", 1, 0, 0.02),
+        ("ahead", 1, STALENESS, 0.02),
+        ("other pauses", 1, STALENESS, 0.06),
+        ("replayed", 1, STALENESS, 0.04, "ahead"),
+        ("resumed", 1, STALENESS, 0.03, "ahead", True),
+        ("stopped", 1, STALENESS, 0.0, "", False, 2),
+    ),
+    2: (("in step, tp 2", 2, 0, 0.02), ("dealt anew", 2, STALENESS, 0.0, "", True)),
+}
 
 
 def in_world(rank: int, path: str, folder: Path) -> dict[str, Any]:
     held, found = Held(path), {}
-    held.folder = folder
-    two = [
-        Run(held, "in step", 1, 0, 0.02, folder=folder),
-        Run(held, "ahead", 1, STALENESS, 0.02, folder=folder),
-        Run(held, "other pauses", 1, STALENESS, 0.05, folder=folder),
-        Run(held, "replayed", 1, STALENESS, 0.04, folder=folder, script="ahead"),
-        Run(held, "resumed", 1, STALENESS, 0.03, folder=folder, script="ahead", restored=True),
-    ]
-    one = [
-        Run(held, "in step, tp 2", 2, 0, 0.02, folder=folder),
-        Run(held, "dealt anew", 2, STALENESS, folder=folder, restored=True),
-    ]
-    for tp, runs in ((1, two), (2, one)):
+    for tp, settings in RUNS.items():
+        runs = [Run(held, *one) for one in settings]
         if rank == 0:
             sync = held.connect(tp)
             held.serve(sync)
             for run in runs:
-                print(run.name, flush=True)
-                found[run.name] = run.train(sync, evaluate_at=3, save_at=SAVED if run.name == "ahead" else -1)
-                for replica, data in (found[run.name]["snapshots"] or {}).items():
-                    (folder / f"rollout-{replica}.bin").write_bytes(data)
-                    shutil.copy(folder / f"ahead-{replica}.log", folder / f"resumed-{replica}.log")
+                found[run.name] = run.train(sync, folder)
+                if run.name == "ahead":
+                    for replica, data in found[run.name]["snapshots"].items():
+                        (folder / f"rollout-{replica}.bin").write_bytes(data)
             continue
         with held.engine(tp, max_num_seqs=4) as engine:
             found[f"synchronous, tp {tp}"] = synchronous(held, engine)
             for run in runs:
-                assert run.serve(engine)
-                found[run.name] = None if not run.log(engine).exists() else run.log(engine).read_text()
+                if run.name == "resumed":  # what the killed run wrote after the checkpoint is there
+                    shutil.copy(folder / f"ahead-{rank - 1}.log", folder / f"resumed-{rank - 1}.log")
+                found[run.name] = run.serve(engine, folder)
+    found["seconds"] = time.process_time()
     return found
 
 
@@ -208,34 +221,97 @@ def world(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return spawn_world(in_world, 3, checkpoint, tmp_path_factory.mktemp("runs"))
 
 
-def test_it(world, checkpoint):
-    train = world[0]
-    for name, found in train.items():
-        print(
-            name,
-            found["figures"][-2:],
-            {s: [[(len(t), v) for t, _, v in p] for p in r.values()] for s, r in found["steps"].items()},
-        )
-    print(world[1]["ahead"])
+def logs(world: list[dict[str, Any]], name: str) -> list[str]:
+    return [rank[name] for rank in world[1:]]
+
+
+def test_staleness_0_with_pauses_on_both_sides_is_the_synchronous_run(world):
+    print("SECONDS", [rank["seconds"] for rank in world])
     for tp, name in ((1, "in step"), (2, "in step, tp 2")):
-        sync = {s: world[1][f"synchronous, tp {tp}"][s] | world[2][f"synchronous, tp {tp}"][s] for s in range(1, STEPS + 1)}
-        got = train[name]["steps"]
-        print(
-            name,
-            got == sync,
-            {s: {n: [a[0] for a in p] for n, p in r.items()} for s, r in got.items()}
-            == {s: {n: [a[0] for a in p] for n, p in r.items()} for s, r in sync.items()},
-        )
-    for name in ("replayed", "other pauses"):
-        print(
-            name,
-            train[name]["steps"] == train["ahead"]["steps"],
-            world[1][name] == world[1]["ahead"],
-            world[2][name] == world[2]["ahead"],
-        )
-    print(
-        "resumed",
-        {s: train["resumed"]["steps"][s] == train["ahead"]["steps"][s] for s in train["resumed"]["steps"]},
-        world[1]["resumed"] == world[1]["ahead"],
-    )
-    print(world[1]["resumed"])
+        ranks = [rank[f"synchronous, tp {tp}"] for rank in world[1:]]
+        assert world[0][name]["steps"] == {s: ranks[0]["steps"][s] | ranks[1]["steps"][s] for s in ranks[0]["steps"]}
+        assert world[0][name]["evaluation"] == ranks[0]["evaluation"] | ranks[1]["evaluation"]
+
+
+def test_a_replay_of_the_log_is_the_run_and_its_log(world):
+    ahead, replayed, other = (world[0][name] for name in ("ahead", "replayed", "other pauses"))
+    assert replayed["steps"] == ahead["steps"] and logs(world, "replayed") == logs(world, "ahead")
+    assert other["steps"] != ahead["steps"], "negative control: nothing but the log makes them equal"
+    requests = STEPS * ROWS * SAMPLES + len(of_evaluation("held out")[0])
+    assert sum(len(text.split("\n", 1)[1]) for text in logs(world, "ahead")) < 20 * requests, "bytes a sample"
+
+
+def test_a_resume_from_a_push_is_the_uninterrupted_run(world):
+    ahead, resumed = world[0]["ahead"]["steps"], world[0]["resumed"]["steps"]
+    assert resumed == {step: ahead[step] for step in range(SAVED + 1, STEPS + 1)}
+    assert logs(world, "resumed") == logs(world, "ahead"), "what came after the checkpoint was cut off and done again"
+    parts = [Snapshot.decoded(data) for data in world[0]["ahead"]["snapshots"].values()]
+    begun = [
+        sum(1 for part in parts for drawn in part.running.values() if drawn.segments),
+        sum(len(part.finished) for part in parts),
+    ]
+    assert min(begun) > 0, "negative control: there was something to lose"
+
+
+def test_two_replicas_requests_go_on_in_one_exactly_once(world):
+    found, parts = world[0]["dealt anew"]["steps"], [Snapshot.decoded(one) for one in world[0]["ahead"]["snapshots"].values()]
+    assert {step: sorted(batch) for step, batch in found.items()} == {s: list(range(ROWS * SAMPLES)) for s in (3, 4, 5)}
+    begun = {number: drawn.segments for part in parts for number, drawn in part.running.items()}
+    begun |= {one.number: one.segments for part in parts for one in part.finished}
+    for number, drawn in begun.items():
+        batch, place = divmod(number, BATCH)
+        assert found[batch][place][: len(drawn)] == parts_of(Response(number, drawn, "stop")), "nothing is drawn again"
+    assert '"resumed": true' in logs(world, "dealt anew")[0], "its requests were dealt otherwise: no replay from the start"
+
+
+def test_every_token_is_of_a_version_that_its_step_may_have(world, checkpoint):
+    ages = []
+    for step, batch in world[0]["ahead"]["steps"].items():
+        prompts = {one.number: one.prompt for one in of_step(step, rows_of(step))}
+        assert max(distances(checkpoint, prompts, batch, SAMPLING.temperature)) < TOLERANCE
+        ages += [step - 1 - version for parts in batch.values() for _, _, version in parts]
+    assert min(ages) == 0 and max(ages) == STALENESS
+    figures = world[0]["ahead"]["figures"]
+    assert sum(one["requests_cut"] for one in figures) > 4 and sum(one["tokens_recomputed"] for one in figures) > 50
+    assert sum(one["requests_cut"] for one in world[0]["in step"]["figures"]) == 0 < world[0]["in step"]["figures"][-1]["idle_s"]
+
+
+def test_an_evaluation_is_drawn_by_one_version_beside_what_runs(world):
+    ahead = world[0]["ahead"]
+    assert ahead["evaluation"] == world[0]["in step"]["evaluation"] and len(ahead["evaluation"]) == 6
+    assert {version for parts in ahead["evaluation"].values() for _, _, version in parts} == {3}
+    before, behind = logs(world, "ahead")[0].split("p 3 3\n")
+    assert behind.index(" 1000000.") < behind.index(" 5."), "before requests of training that wait"
+
+
+def test_a_log_of_another_run_or_without_its_end_is_refused(world, tmp_path):
+    text, path = logs(world, "ahead")[0], tmp_path / "replica-0.log"
+    lines = text.splitlines(keepends=True)
+    for written, words in (
+        (text.replace("of this run", "of another"), "is of a run with facts = of another, not of this run"),
+        ("".join(lines[:-1]), "is cut: it has no end"),
+        (text[:-2], "is cut: it has no end"),
+        (text.replace("false", "true", 1), "begins at a resume with other replicas"),
+        ("a 3 1.0 1\n", "is no event log"),
+        (None, "is no event log"),
+    ):
+        path.unlink(missing_ok=True) if written is None else path.write_text(written, "utf-8")
+        with pytest.raises(ValueError, match=words) as error:
+            read_script(path, HEADER)
+        assert "\n" not in str(error.value)
+    path.write_text(text, "utf-8")
+    events = read_script(path, HEADER)
+    assert events[1] == ("a", 0, 1 * BATCH, 4) and events[-1].kind == "e" and len(events) == len(lines) - 1
+
+
+def test_a_snapshot_is_a_file_without_pickles_and_comes_back_whole():
+    drawn = Drawn((segment([5, 6], [-0.5, -1.5], 3), segment([7], [-0.25], 4)), (kept_of([[5, 9], [6]]), kept_of([[7, 8, 9]])))
+    done = Response(2 * BATCH + 1, drawn.segments[1:], "length", kept_of([[7, 8, 9]]))
+    data = Snapshot(1, 2, 300, 40, {3 * BATCH: drawn, 3 * BATCH + 1: Drawn()}, [done]).encoded()
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        assert all(name.endswith(".npy") and file.read(name)[:6] == b"\x93NUMPY" for name in file.namelist())
+    found = Snapshot.decoded(data)
+    assert (found.replica, found.num_evaluations, found.engine_step, found.num_events) == (1, 2, 300, 40)
+    assert list(found.running) == [3 * BATCH, 3 * BATCH + 1] and found.running[3 * BATCH + 1] == Drawn()
+    again = Response(0, found.running[3 * BATCH].segments, "stop", KeptIds.joined(found.running[3 * BATCH].kept))
+    assert plain([again, *found.finished]) == plain([Response(0, drawn.segments, "stop", KeptIds.joined(drawn.kept)), done])
