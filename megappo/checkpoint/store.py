@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -132,9 +133,11 @@ class CheckpointStore:
         engines: Models,
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
-        """Write checkpoint `step`; return its directory. facts: JSON-compatible, see `identity.py`. Writes in this process, without
-        a copy in host memory. A save in flight is committed first. SaveFailed on every rank if one of them cannot write."""
+        """Write checkpoint `step`; return its directory. facts: JSON-compatible, see `identity.py`. files: further ones of this
+        rank, by name. Writes in this process, without a copy in host memory. A save in flight is committed first. SaveFailed on
+        every rank if one of them cannot write."""
         self.drain()
         entries: dict[str, FileEntry] = {}
         threads = cores_of_rank()
@@ -153,7 +156,7 @@ class CheckpointStore:
                         with self._described(name, engine) as images:
                             write(images)
                 encoded = self._encoded(components)
-                write(self._small_files(encoded))
+                write(self._small_files(encoded, files))
                 return entries, digests(encoded)
 
             reports = on_every_rank("writing the checkpoint", write_all)
@@ -167,6 +170,7 @@ class CheckpointStore:
         engines: Models,
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Copy the state of checkpoint `step` to host memory in a thread, and let each rank's writer process write it.
 
@@ -183,7 +187,7 @@ class CheckpointStore:
         copies: _Copies = {}
         with self._all_or_nothing(step):
             # One collective for all checks: on busy cores each costs as much as many tensors.
-            parts = on_every_rank("copying the state", lambda: self._take(step, engines, components, copies))
+            parts = on_every_rank("copying the state", lambda: self._take(step, engines, components, files, copies))
             require_equal([components for _, components in parts])
         place, _ = parts[0]
         assert place is not None, "rank 0 made it"
@@ -244,6 +248,7 @@ class CheckpointStore:
         step: int,
         engines: Models,
         components: Mapping[str, StatefulComponent],
+        files: Mapping[str, bytes],
         copies: _Copies,
     ) -> tuple[Path | None, Mapping[str, bytes]]:
         """Begin the copies of this rank's part of the state; return the directory, on rank 0, and the digests of the components'
@@ -257,7 +262,7 @@ class CheckpointStore:
                 ) as images:
                     copies[name] = self._copy(name, images)
         encoded = self._encoded(components)
-        if small := self._small_files(encoded):
+        if small := self._small_files(encoded, files):
             copies[""] = self._copy("", small)
         return place, digests(encoded)
 
@@ -275,11 +280,12 @@ class CheckpointStore:
     def _encoded(self, components: Mapping[str, StatefulComponent]) -> dict[str, str]:
         return {} if self._save_only_model else encode_components(components)
 
-    def _small_files(self, encoded: Mapping[str, str]) -> list[FileImage]:
+    def _small_files(self, encoded: Mapping[str, str], files: Mapping[str, bytes]) -> list[FileImage]:
         if self._save_only_model:
             return []
+        more = [FileImage(name, [content]) for name, content in files.items()]
         state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
-        return [*state, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
+        return [*state, *more, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
 
     def _copy(self, key: str, images: list[FileImage]) -> tuple[list[SnapshotFile], Future[None]]:
         needed = sum(image.nbytes for image in images)

@@ -50,4 +50,5 @@ def main(args: argparse.Namespace) -> int:
         f"run.name={name}-critic",
         *args.overrides,  # these count where both set a key
     ]
+    args.replay = None
     return train.main(args)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.commands.prepared import device_of, leave_world, local_models
@@ -40,7 +41,8 @@ def train_rank(args: argparse.Namespace) -> int:
 
     keep_freed_memory()
     freeze_imports()
-    train(prepared.config, prepared.data, resume=args.resume, stop=stop)
+    replay = None if args.replay is None else Path(args.replay)
+    train(prepared.config, prepared.data, resume=args.resume, stop=stop, replay=replay)
     leave_world()
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE

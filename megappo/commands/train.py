@@ -6,11 +6,19 @@ import argparse
 
 from megappo.commands.launch import add_max_restarts
 from megappo.commands.parser import AddCommand, Parser
+from megappo.config.errors import ConfigError
 from megappo.telemetry.console import keep_console
 
 
 def add_command(command: AddCommand) -> None:
-    add_restarting(command("train", main, "Train with PPO. Starts the ranks itself unless torchrun or srun has."))
+    parser = command("train", main, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
+    add_restarting(parser)
+    parser.add_argument(
+        "--replay",
+        metavar="RUN",
+        help="directory of an asynchronous run of the same configuration (rollout.max_staleness): begin requests and push weights "
+        "at the engine steps of its events, so that every number of it comes again",
+    )
 
 
 def add_restarting(parser: Parser) -> None:
@@ -26,6 +34,8 @@ def main(args: argparse.Namespace) -> int:
 
     keep_console()
     join_srun()
+    if args.replay is not None:
+        _require_replayable(args, load_config(args.config, args.overrides).rollout.max_staleness)
     if is_rank():
         from megappo.commands.rank import train_rank
 
@@ -35,4 +45,14 @@ def main(args: argparse.Namespace) -> int:
     from megappo.commands.launch.training import start_here
 
     command = ["train", args.config, *args.overrides, *local_overrides(written, config)]
+    command += [] if args.replay is None else ["--replay", args.replay]
     return start_here(args, config, f"megappo train {args.config}", command=None if args.max_restarts else command)
+
+
+def _require_replayable(args: argparse.Namespace, staleness: int | None) -> None:
+    if staleness is None:
+        raise ConfigError(
+            f"--replay {args.replay}: rollout.max_staleness is null, and a synchronous run repeats by itself; leave it out"
+        )
+    if args.max_restarts:
+        raise ConfigError(f"--replay {args.replay}: use it without --max-restarts; a replay that fails would fail again")

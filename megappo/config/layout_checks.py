@@ -163,7 +163,7 @@ def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iter
     if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
         fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {config.policy.ranks}"
         yield problem("rollout.ranks", config.rollout.ranks, fix)
-    if config.rollout.max_staleness is not None:
+    if config.rollout.max_staleness is not None and config.rollout.ranks != ALL:  # `staleness_problem` refuses all
         yield from _mixed_halves(config, hosted, world_size)
     yield from _lonely_offloads(config, hosted)
 
@@ -172,9 +172,8 @@ def _mixed_halves(config: TrainConfig, hosted: Mapping[str, set[int]], world_siz
     """Refuse roles on ranks that generate beside training, and generation on other ranks than the last ones."""
     first, written = min(hosted["rollout"]), config.rollout.ranks
     if first == 0 or hosted["rollout"] != set(range(first, world_size)):
-        last = ranges_text([world_size - 1]) if first == 0 else ranges_text(range(first, world_size))
-        fix = "rollout.max_staleness generates beside training, on the last ranks and not on all"
-        yield problem("rollout.ranks", written, f"{fix}; use {last}" if world_size > 1 else f"{fix}; start 2 ranks or more")
+        last = ranges_text(range(first or world_size - 1, world_size))
+        yield problem("rollout.ranks", written, f"rollout.max_staleness generates on the last ranks, and not on all; use {last}")
         return
     training = ranges_text(range(first))
     for role, ranks in hosted.items():

@@ -9,6 +9,7 @@ from typing import Any
 from megappo.config.environment_sections import CompactionConfig, EnvironmentConfig
 from megappo.config.errors import problem
 from megappo.config.evaluations import DEFAULT, evaluation_sets
+from megappo.config.rank_ranges import ALL
 from megappo.config.schema import TrainConfig
 
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -109,6 +110,12 @@ def staleness_problem(config: TrainConfig) -> str | None:
 def _needs_turns(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, reason) of settings that exclude generation beside training."""
     rollout, a = config.rollout, config.algorithm
+    if rollout.ranks == ALL:
+        yield (
+            "rollout.ranks",
+            ALL,
+            "what generates beside training needs ranks of its own: name the last ones, and the others in roles",
+        )
     if rollout.push_every > 1:
         yield "rollout.push_every", rollout.push_every, "with rollout.max_staleness every step pushes, into running requests; use 1"
     if rollout.partial_rollout_tokens is not None:
@@ -139,7 +146,6 @@ def _needs_turns(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
     if rollout.max_staleness and "importance_sampling" not in a.model_fields_set:
         fix = "responses of older weights ask for a choice: name tis, mis, icepop or none"
         yield "algorithm.importance_sampling.type", a.importance_sampling.type, fix
-    yield "rollout.max_staleness", rollout.max_staleness, "asynchronous runs are not built yet"
 
 
 def environment_problem(config: TrainConfig) -> str | None:

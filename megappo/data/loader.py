@@ -161,6 +161,10 @@ class PromptLoader:
                 raise ValueError(
                     f"cannot resume: {option} changed ({name} was {state[name]}, is {mine}); restore it or start a new run"
                 )
+        if steps := len(state.get("ahead", {}).get("rows", ())):
+            raise ValueError(
+                f"cannot resume: rollout.max_staleness is null, and the responses of {steps} steps have begun; set it to {steps}"
+            )
         if state.get("weights", "") != self._weights_sha256:
             raise ValueError("cannot resume: data.weight_key changed, or the weights in its field; restore it or start a new run")
         self.epoch, self.index = state["epoch"], state["index"]

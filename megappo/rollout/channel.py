@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megappo.config.errors import ConfigError
 from megappo.parallel.meeting import RankIsLate
+from megappo.runtime.ending import Unavailable, Unrecoverable, is_fault
 from megappo.runtime.messages import first_line, name_ranks
 
-_LOOK_S = 1.0  # between looks for a failure of the other half
+_LOOK_S = 0.004  # between looks at the store; one takes 0.1 ms
 _FAILED, _STOP = "failed", "stop"
 
 
@@ -23,12 +24,21 @@ class HalfFailed(RuntimeError):
     """The other half of the run failed. The message names its first rank that did, the half and the error."""
 
 
+# Both halves end by errors of one exit code, whichever the launcher sees first.
+_KINDS: dict[str, type[Exception]] = {
+    "mistake": ConfigError,
+    "unrecoverable": Unrecoverable,
+    "unavailable": Unavailable,
+    "fault": HalfFailed,
+}
+
+
 class Channel:
     """One rank's end. store: of all ranks, under a prefix of this start, on a connection that no other thread waits on. leaders:
     first rank of each replica. limit_s: of waiting (`run.timeouts.meeting_s`)."""
 
     def __init__(self, store: dist.Store, rank: int, leaders: Sequence[int], limit_s: float) -> None:
-        self._store, self._rank, self._leaders, self._limit_s = store, rank, tuple(leaders), limit_s
+        self._store, self._rank, self.leaders, self._limit_s = store, rank, tuple(leaders), limit_s
         self._next = 0  # message that this rank tells, or hears, next
         self._old: list[str] = []  # keys that the next meeting leaves behind
 
@@ -44,25 +54,17 @@ class Channel:
     def wait_for(self, key: str, what: str) -> None:
         """Wait until every replica has announced `key`. what: its words in the message. RankIsLate after the limit, naming the
         first ranks of the replicas that are late; HalfFailed if the rollout half ended by an error."""
-        keys = {leader: f"done/{key}/{index}" for index, leader in enumerate(self._leaders)}
+        keys = {leader: f"done/{key}/{index}" for index, leader in enumerate(self.leaders)}
         self._old += keys.values()
         until = time.monotonic() + self._limit_s
         for one in keys.values():
-            while not self._has(one, until):
+            while not self._store.check([one]):  # the store's own wait holds its connection, and writes of its time-out
                 self.require_other_half()
                 if time.monotonic() >= until:
                     late = [leader for leader, done in keys.items() if not self._store.check([done])]
                     waited = f"rank {self._rank} waited for {what} of the rollout half, {name_ranks(late)}"
                     raise RankIsLate(f"{waited} (run.timeouts.meeting_s = {self._limit_s:g})")
-
-    def _has(self, key: str, until: float) -> bool:
-        if self._store.check([key]):  # without an exception and its traceback in the store's log
-            return True
-        try:
-            self._store.wait([key], timedelta(seconds=max(0.01, min(_LOOK_S, until - time.monotonic()))))
-        except dist.DistStoreError:
-            return False
-        return True
+                time.sleep(_LOOK_S)
 
     def met(self) -> None:
         """Drop the messages and announcements so far: all ranks have met since. All training ranks call it after a meeting."""
@@ -72,7 +74,7 @@ class Channel:
         self._old.clear()
 
     def asked_to_stop(self) -> str | None:
-        """Return what asked a rollout rank to stop, such as `SIGTERM at rank 3`; None if none was asked."""
+        """Return the signal that asked a rollout rank to stop, such as `SIGTERM`; None if none was asked."""
         return self._store.get(_STOP).decode() if self._store.check([_STOP]) else None
 
     # -------------------------------------------------------------------------------------------------- the rollout half
@@ -99,15 +101,22 @@ class Channel:
 
     def ask_to_stop(self, signal: str) -> None:
         """Ask the training half to end the run with a checkpoint."""
-        self._store.set(_STOP, f"{signal} at rank {self._rank}")
+        self._store.set(_STOP, signal)
 
     # ---------------------------------------------------------------------------------------------------------- of both
 
     def fail(self, half: str, error: BaseException) -> None:
         """Leave this rank's error to the other half; the first one counts."""
-        self._store.compare_set(_FAILED, "", f"rank {self._rank} of the {half} half failed: {first_line(error, kind=True)}")
+        if isinstance(error, ValueError) and not is_fault(error):
+            kind, text = "mistake", str(error)  # one line, which every rank prints alike
+        else:
+            kinds = {"unrecoverable": Unrecoverable, "unavailable": Unavailable}
+            kind = next((name for name, one in kinds.items() if isinstance(error, one)), "fault")
+            text = f"rank {self._rank} of the {half} half failed: {first_line(error, kind=True)}"
+        self._store.compare_set(_FAILED, "", f"{kind} {text}")
 
     def require_other_half(self) -> None:
-        """Raise HalfFailed if a rank has left an error."""
+        """Raise the error that a rank has left, if any: HalfFailed, or the one with the exit code of the rank's own."""
         if self._store.check([_FAILED]):
-            raise HalfFailed(self._store.get(_FAILED).decode())
+            kind, _, text = self._store.get(_FAILED).decode().partition(" ")
+            raise _KINDS[kind](text)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megappo.parallel.device import ranks_of_run
 from megappo.parallel.meeting import RankIsLate
+from megappo.rollout.half import RolloutHalf
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
 
 
@@ -50,6 +51,7 @@ def generate(
     sampling: SamplingParams,
     on_finished: OnFinished | None = None,
     predicted: Sequence[float] | None = None,
+    batch: str = "",
 ) -> list[Response]:
     """Answer a batch; return the responses that this rank answers for, by number (none where the engine does not live). Collective
     over the engine's ranks.
@@ -57,8 +59,10 @@ def generate(
     requests: the whole batch, of equal length on all ranks; `requests[i]` has number i and is read only on the replica that takes
     it. on_finished: called inside `serving` with responses as they finish; it must not block. predicted: see `deal`; equal on all
     ranks. ValueError, on the ranks that took it, for a request that the engine cannot answer. RankIsLate if a rank is missing at
-    the start or the end.
+    the start or the end. batch: its name in an asynchronous run, whose rollout half has begun it.
     """
+    if isinstance(engine, RolloutHalf):
+        return engine.take(batch)
     replica = engine.replica
     if replica is None:
         return []

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,26 @@ class SubWorld:
         module._world = _ByThread(self._state, former)
         try:
             yield
+        finally:
+            module._world = former
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Make this the world of all threads; restore the former one at the end. Yields `outside`, in whose context the former one
+        is that of the calling thread."""
+        module: Any = dist.distributed_c10d
+        former, module._world = module._world, self._state
+
+        @contextlib.contextmanager
+        def outside() -> Iterator[None]:
+            module._world = _ByThread(former, self._state)
+            try:
+                yield
+            finally:
+                module._world = self._state
+
+        try:
+            yield outside
         finally:
             module._world = former
 

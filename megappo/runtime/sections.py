@@ -59,8 +59,10 @@ SLOWER, SLOWER_AT_FIRST = 5, 20
 REMEMBERED = 500
 LOADING, BETWEEN = "loading", "between the stages"
 CHECKPOINT, EXPORT = "checkpoint", "export"
-# Their limit is never learned: most saves wait for a copy in memory alone, and the last one, or one on a full day, for the disk.
-_UNLEARNED = frozenset({CHECKPOINT, EXPORT})
+ROLLOUT_HALF = "waiting for the rollout half"
+# Their limit is never learned: most saves wait for a copy in memory alone, and the last one, or one on a full day, for the disk;
+# most steps find their responses drawn.
+_UNLEARNED = frozenset({CHECKPOINT, EXPORT, ROLLOUT_HALF})
 
 
 class AwakeClock:

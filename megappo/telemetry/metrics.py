@@ -216,6 +216,9 @@ class Metric(_Named):
         "mean age of the weights that drew a token, those of earlier steps included, in steps",
     )
     TOKEN_AGE_MAX = "rollout/token_age_max", "oldest such weights, steps"
+    RUNNING = "rollout/running", "responses that had begun and not ended when the step was handed over (rollout.max_staleness)"
+    REQUESTS_CUT = "rollout/requests_cut", "responses that the push before found half drawn"
+    TOKENS_RECOMPUTED = "rollout/tokens_recomputed", "their tokens, prompts included, that vLLM passed again"
     SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory (compaction)"
     TURNS_MEAN = "rollout/turns_mean", "mean number of turns of a trajectory (rollout.environment)"
     TURNS_MAX = "rollout/turns_max", "most turns of a trajectory"
@@ -243,6 +246,8 @@ class Metric(_Named):
         "timing/environment/*",
         "the same of an evaluation: eval/mean_s of data.eval, eval/SET/mean_s of a set",
     )
+    WAITED = "timing/wait_for_rollout_s", "seconds of generate that training waited for the rollout half (rollout.max_staleness)"
+    ROLLOUT_IDLE = "timing/rollout_idle_s", "mean seconds that a replica had nothing to draw since the step before"
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, not in step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens per second of the step"
     GENERATED_PER_S = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,12 @@ from megappo.config.role_sections import AVERAGE
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
+from megappo.rollout.half import RolloutHalf
 from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
+from megappo.trainer.ahead import Accounts, AheadLoader, AheadSource
 from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
@@ -59,13 +61,15 @@ from megappo.trainer.training_side import TrainingSide
 
 @dataclass(frozen=True)
 class Claimed:
-    """A run directory claimed by this process, with the facts of its data and models and the watchdog of the run."""
+    """A run directory claimed by this process, with the facts of its data and models and the watchdog of the run. in_flight: makes
+    the files of a checkpoint that hold what is drawn beside training."""
 
     run_dir: RunDir
     store: CheckpointStore
     facts: Mapping[str, Any]
     watchdog: Watchdog
     stop: StopRequest
+    in_flight: Callable[[], Mapping[str, bytes]] = dict
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def checkpoints_of(
         claimed.store,
         config.checkpoint,
         claimed.facts,
-        Contents(roles.trained_engines, state, components, layouts, _extra_models(config, models)),
+        Contents(roles.trained_engines, state, components, layouts, _extra_models(config, models), claimed.in_flight),
         RunAround(claimed.stop, log, claimed.watchdog.sections, lambda: data.loader.epochs_done),
         best=BestCheckpoint(best_metric(config), best_mode(config), state),
     )
@@ -162,12 +166,17 @@ def build_ppo(
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
-    source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
+    if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
+        source = AheadSource(data.train.prompts, data.loader, config.run.seed, rollout)
+    else:
+        source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
     sampler = Sampler(rollout, sampling, data.tokenizer, scorer)
     greedy = [GreedyBaseline(sampler)] if config.algorithm.estimator.type == "remax" else []
     rules = VerdictRules(config.reward.max_without_verdict, config.reward.above_max, config.algorithm.compares_groups)
     rollout_side = RolloutSide(config.rollout, sampler, roles.policy, source, extras=greedy, rules=rules)
     extras = extras_of_updates(config, models, refresh, run)
+    if isinstance(data.loader, AheadLoader):
+        extras.append(Accounts(data.loader, log))
     if config.telemetry.trajectories_every:
         extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))
     if config.telemetry.histogram_interval:

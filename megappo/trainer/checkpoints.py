@@ -50,13 +50,15 @@ class NonFiniteWeights(Unrecoverable):
 @dataclass(frozen=True)
 class Contents:
     """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside `state`.
-    extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for messages."""
+    extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for messages. in_flight: makes
+    further files of this rank, by name; collective over the world."""
 
     models: Mapping[str, Engine | None]
     state: TrainerState
     components: Mapping[str, StatefulComponent]
     layouts: Mapping[str, ParallelLayout]
     extras: Mapping[str, StatefulModel | None] = field(default_factory=dict)
+    in_flight: Callable[[], Mapping[str, bytes]] = dict
 
 
 class RunAround(NamedTuple):
@@ -85,6 +87,7 @@ class Checkpoints:
         self._models: dict[str, StatefulModel | None] = {**contents.models, **contents.extras}
         self._extras, self._state, self._layouts = contents.extras, contents.state, contents.layouts
         self._components = {"trainer": contents.state, **contents.components}
+        self._in_flight = dict if settings.save_only_model else contents.in_flight
         self._with_optimizer = not settings.save_only_model
         self._stop, self._log, self._sections, self._epochs_done = run
         self._best = best or BestCheckpoint(None, "max", contents.state)
@@ -188,7 +191,7 @@ class Checkpoints:
         self._require_finite(step)
         self._best_of_save[step] = self._state.best
         if self._asynchronous:
-            self._store.begin_save(step, self._models, self._components, self._facts_now())
+            self._store.begin_save(step, self._models, self._components, self._facts_now(), self._in_flight())
         else:
             self._save(step)
 
@@ -222,7 +225,7 @@ class Checkpoints:
 
     def _save(self, step: int, **facts: str) -> None:
         self._best_of_save[step] = self._state.best
-        self._store.save(step, self._models, self._components, {**self._facts_now(), **facts})
+        self._store.save(step, self._models, self._components, {**self._facts_now(), **facts}, self._in_flight())
         self._count_success(step)
 
     def _facts_now(self) -> dict[str, Any]:

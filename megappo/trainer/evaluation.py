@@ -22,6 +22,7 @@ from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import Answers, answers_of
 from megappo.rollout.generation import generate
+from megappo.rollout.half import EVALUATION
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -120,7 +121,7 @@ class Evaluator:
             return self.prompts[number // n]
 
         begin = begin_rewards(prompt_of, tokenizer, self.scorer, self.sampling.stop)
-        responses = generate(rollout, requests, self.sampling, begin)
+        responses = generate(rollout, requests, self.sampling, begin, None, f"{EVALUATION}{self.name}")
         experience = collect(requests, [replace(one, contexts=()) for one in responses])  # scored by its last sequence
         scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
         table, parts, left_out = experience.table, _part_means(scored), left_out_of(experience, scored, compares_groups=False)

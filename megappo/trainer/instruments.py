@@ -275,8 +275,10 @@ class Instruments:
     def __init__(self, config: TrainConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
         self.sections, self._on_gpu = sections, device.type == "cuda"
         self._models = role_models(config, roles.placements, device)
-        self._split = not all(placement.is_whole for placement in roles.placements.values()) or config.rollout.ranks != ALL
-        rollout = placement_of(config.rollout.ranks, dist.get_world_size())
+        # The training half of an asynchronous run waits together for ranks outside of its world.
+        generating = config.rollout.ranks if config.rollout.max_staleness is None else ALL
+        self._split = not all(placement.is_whole for placement in roles.placements.values()) or generating != ALL
+        rollout = placement_of(generating, dist.get_world_size())
         self._generating = rollout.ranks
         self._places = {**roles.placements, "rollout": rollout}
         self._memory = memory_gauge(device)

@@ -20,9 +20,11 @@ from megappo.config.redaction import redacted_values
 from megappo.config.role_sections import AVERAGE, section_of
 from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import TrainConfig
+from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.device import select_device, start_distributed
+from megappo.rollout.half import RolloutHalf
 from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest, input_accepted
 from megappo.runtime.lease import Lease
@@ -31,8 +33,10 @@ from megappo.runtime.world import steps_to_skip
 from megappo.telemetry.console import configure_logging
 from megappo.telemetry.runlog import RunLog, columns_without_critic
 from megappo.telemetry.trackers.group import make_trackers
+from megappo.trainer.ahead import AheadLoader
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
 from megappo.trainer.build_roles import load_critics
+from megappo.trainer.halves import run_halves
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.partial_rollouts import resume_partial_rollouts
@@ -55,13 +59,15 @@ def train(
     resume: bool,
     stop: StopRequest | None = None,
     engines: EngineBackend = RoleEngines,
-    wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None = None,
+    wrap_rollout: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine,
+    replay: Path | None = None,
 ) -> bool:
     """Run PPO, or the pretraining of critics on recorded trajectories, on this rank. Collective over the world.
 
     config, data: checked by `commands.plan.run.plan_run`. engines: builds the models of all roles. wrap_rollout: wraps the rollout
-    engine on every rank. Returns True if the run reached its end, False if a rank was asked to `stop`; the run can then be resumed,
-    and `ended.json` records it. An existing process group is kept; otherwise the launcher's is joined and destroyed at the end.
+    engine on every rank of a synchronous run. replay: directory of an asynchronous run whose order of events is repeated. Returns
+    True if the run reached its end, False if a rank was asked to `stop`; the run can then be resumed, and `ended.json` records it.
+    An existing process group is kept; otherwise the launcher's is joined and destroyed at the end.
     """
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
@@ -77,7 +83,18 @@ def train(
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             claimed = Claimed(run_dir, store, facts, watchdog, stop or StopRequest())
-            finished = _train(config, data, claimed, engines, device, resume, wrap_rollout)
+            if config.rollout.max_staleness is None or isinstance(data, RecordedData):
+
+                def build(policy: Engine | None) -> RolloutEngine:
+                    return wrap_rollout(rollout_of(config, data, policy, device))
+
+                finished = _train(config, data, claimed, engines, device, resume, build)
+            else:
+
+                def train_half(data: RunData, claimed: Claimed, build: Callable[[Engine | None], RolloutEngine]) -> bool:
+                    return _train(config, data, claimed, engines, device, resume, build)
+
+                finished = run_halves(config, data, claimed, device, replay, train_half)
     if owns_world:
         dist.destroy_process_group()
     return finished
@@ -90,9 +107,9 @@ def _train(
     engines: EngineBackend,
     device: torch.device,
     resume: bool,
-    wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None,
+    build_rollout: Callable[[Engine | None], RolloutEngine],
 ) -> bool:
-    """Run in the claimed directory; return True at the run's end, False after a stop."""
+    """Run in the claimed directory; return True at the run's end, False after a stop. build_rollout: of the policy's engine."""
     # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
     skip = steps_to_skip() if resume else ()
     manifest = _resumable(config, claimed, skip) if resume else None
@@ -102,9 +119,7 @@ def _train(
     _note_layers(config, factory, log, recorded=isinstance(data, RecordedData))
     select_kernels(config.kernels, device, log)
     models = build_models(config, factory, data.total_steps, device)
-    rollout = None if isinstance(data, RecordedData) else rollout_of(config, data, models.roles.engines.get("policy"), device)
-    if rollout is not None and wrap_rollout is not None:
-        rollout = wrap_rollout(rollout)
+    rollout = None if isinstance(data, RecordedData) else build_rollout(models.roles.engines.get("policy"))
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     checkpoints = checkpoints_of(config, data, models, state, kl, claimed, log)
     instruments = Instruments(config, models.roles, claimed.run_dir, device, claimed.watchdog.sections)
@@ -117,6 +132,8 @@ def _train(
         loop = build_ppo(config, data, models, rollout, run, kl)
     if manifest is not None:
         _restore(config, models, run, manifest, skip)
+        if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
+            rollout.restore(state.step, data.loader.rows)
         claimed.run_dir.record_config(dump_yaml(config))
     else:
         load_critics(config, models.roles.engines, log)
@@ -126,6 +143,8 @@ def _train(
         _run_to_its_end(config, data, claimed, models, run, loop)
         if rollout is not None:
             rollout.close()
+        if isinstance(data.loader, AheadLoader):
+            log.note(data.loader.ledger())
         if not loop.stopped:
             claimed.run_dir.record_finish(state.step)
             log.summary()

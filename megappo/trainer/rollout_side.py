@@ -63,7 +63,8 @@ class RolloutSide:
         if not asked.is_first and settings.sleep == "all":
             self.push_weights(step - 1)  # they were released for the scoring of the round before
         begin = begin_rewards(asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop, requests)
-        responses = generate(self.engine, requests, self._sampling, begin, self.source.predicted_lengths(asked.rows))
+        predicted = self.source.predicted_lengths(asked.rows)
+        responses = generate(self.engine, requests, self._sampling, begin, predicted, f"step/{step}")
         for extra in self._extras:
             extra.after_generate(asked)
         self.engine.sleep()

@@ -82,6 +82,13 @@ def scorer_of(
     )
 
 
+def sampling_of_set(s: EvaluationConfig, training: SamplingParams) -> SamplingParams:
+    """Return how a set is sampled. training: gives the stops."""
+    assert s.max_response_tokens is not None, "evaluation_sets fills it in"
+    ends = {"stop": training.stop, "stop_token_ids": training.stop_token_ids}
+    return SamplingParams(s.max_response_tokens, s.temperature, s.top_p, s.top_k, **ends)
+
+
 def evaluators_of_run(
     config: TrainConfig,
     sets: Sequence[EvaluationSet],
@@ -99,13 +106,8 @@ def evaluators_of_run(
         assert scorer is not None, "a set without a reward shares the training's"
         return scorer if model is score_model or model is None else scorer.with_model(model)
 
-    def sampling_of_set(s: EvaluationConfig) -> SamplingParams:
-        assert s.max_response_tokens is not None, "evaluation_sets fills it in"
-        ends = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
-        return SamplingParams(s.max_response_tokens, s.temperature, s.top_p, s.top_k, **ends)
-
     def evaluator_of(one: EvaluationSet) -> Evaluator:
-        sampled = one.name, one.settings, one.prompts.prompts, sampling_of_set(one.settings)
+        sampled = one.name, one.settings, one.prompts.prompts, sampling_of_set(one.settings, sampling)
         return Evaluator(*sampled, scorer_of_set(one), one.votes, config.run.seed, config.reward.max_without_verdict)
 
     return [evaluator_of(one) for one in sets]

@@ -417,6 +417,12 @@ BROKEN = [
         "rollout.dtype=bf16",
     ),
     ("logits_problem", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["sample in bf16"], "rollout.dtype=auto"),
+    (
+        "staleness_problem",
+        ["rollout.max_staleness=1"],
+        ['rollout.ranks = "all": what generates beside training needs ranks of its own'],
+        "rollout.max_staleness=null",
+    ),
     ("seed_problem", ["run.seed=4294967296"], ["run.seed = 4294967296", "up to 4294967295"], "run.seed=4294967295"),
     ("stop_problem", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (

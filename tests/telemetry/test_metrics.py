@@ -41,7 +41,8 @@ def unknown(names: set[str]) -> set[str]:
 
 def sources() -> list[str]:
     root = Path(megappo.__file__).parent
-    return [path.read_text() for path in sorted([*root.glob("trainer/**/*.py"), root / "telemetry" / "runlog.py"])]
+    others = [root / "telemetry" / "runlog.py", root / "rollout" / "half.py"]
+    return [path.read_text() for path in sorted([*root.glob("trainer/**/*.py"), *others])]
 
 
 def never_logged(texts: list[str]) -> set[str]:

@@ -1,0 +1,171 @@
+"""Asynchronous runs of the small task in one world of three ranks, two of which train, and the synchronous run of the same two."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch.distributed as dist
+import yaml
+
+from megappo.bridge.sync import WeightSync
+from megappo.commands.plan.run import plan_run
+from megappo.config.loading import load_config
+from megappo.data.loader import PromptLoader
+from megappo.rewards.compose import RewardError
+from megappo.rollout.channel import Channel
+from megappo.rollout.server import _Server
+from megappo.rollout.subworld import SubWorld
+from megappo.rollout.vllm_engine import VllmEngine
+from megappo.runtime.ending import StopRequest
+from megappo.trainer import main, rollout_side
+from megappo.trainer.ahead import AheadLoader
+from megappo.trainer.training_side import TrainingSide
+from tests.trainer.small_run import set_keys, small_config
+
+TRAINING, WORLD = 2, 3
+
+
+def config_of(folder: Path, name: str, staleness: int | None, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "rollout.max_response_tokens": 24,
+        "rollout.kv_cache_gib": 0.02,
+        "rollout.max_num_seqs": 28,  # more than a step's and less than those of two
+        "data.prompts_per_step": 8,
+        "data.eval_prompts": 6,
+        "algorithm.mini_batch_size": 8,
+        "trainer.eval_every": 2,
+        "trainer.eval_before": False,
+        "checkpoint.save_every": 2,
+        "checkpoint.keep_last": 10,
+        "checkpoint.asynchronous": False,
+        "checkpoint.export_at_end": False,
+        "telemetry.trajectories_every": 1,
+        "telemetry.trajectories_per_step": 16,
+    }
+    apart = {
+        "run.num_ranks": WORLD,
+        "rollout.ranks": "2",
+        "rollout.max_staleness": staleness,
+        "algorithm.importance_sampling.type": "tis",
+        **{f"{role}.ranks": "0-1" for role in ("policy", "critic", "reference")},
+    }
+    correction = {"algorithm.importance_sampling.type": "tis"}
+    return set_keys(small_config(folder, name, steps=6), {**usual, **(correction if staleness is None else apart), **changes})
+
+
+@contextmanager
+def pauses(rank: int, seed: int, rollout_s: float, training_s: float) -> Iterator[None]:
+    """Make engine steps and the training of steps last longer, by times drawn with the seed."""
+    chance, poll, logprobs = random.Random(f"{seed} {rank}"), VllmEngine.poll, TrainingSide.add_logprobs
+
+    def slow_poll(self: VllmEngine) -> Any:
+        time.sleep(chance.random() * rollout_s)
+        return poll(self)
+
+    def slow_logprobs(self: TrainingSide, record: Any) -> None:
+        time.sleep(chance.random() * training_s)
+        logprobs(self, record)
+
+    with mock.patch.object(VllmEngine, "poll", slow_poll), mock.patch.object(TrainingSide, "add_logprobs", slow_logprobs):
+        yield
+
+
+@contextmanager
+def only_when_waited_for() -> Iterator[None]:
+    """Make engine steps only while training waits for responses: the next push finds the others half drawn, on any machine."""
+    store: Any = dist.PrefixStore("test.waited", dist.distributed_c10d._get_default_store())
+    wait_for, must_wait = Channel.wait_for, _Server._must_wait
+
+    def waiting(self: Channel, *arguments: str) -> None:
+        if dist.get_rank() == 0:
+            store.set("waits", "1")
+        wait_for(self, *arguments)
+        if dist.get_rank() == 0:
+            store.set("waits", "0")
+
+    def must(self: _Server) -> bool:
+        return must_wait(self) or not store.check(["waits"]) or store.get("waits") == b"0"
+
+    with mock.patch.object(Channel, "wait_for", waiting), mock.patch.object(_Server, "_must_wait", must):
+        yield
+
+
+def run(
+    rank: int, config: dict[str, Any], *, resume: bool = False, replay: Path | None = None, stop: StopRequest | None = None
+) -> bool:
+    """Run this rank's part; True at the run's end."""
+    random.seed()  # as in a process of its own
+    numpy.random.seed()
+    path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    loaded = load_config(str(path), [])
+    planned = plan_run(loaded, config["run"]["num_ranks"], "cpu", resume=resume)
+    assert planned.data is not None
+    return main.train(loaded, planned.data, resume=resume, replay=replay, stop=stop)
+
+
+def run_synchronous(rank: int, config: dict[str, Any]) -> None:
+    """Run on the training ranks, as a world of their own."""
+    group = dist.new_group(list(range(TRAINING)))
+    if rank < TRAINING:
+        assert isinstance(group, dist.ProcessGroup)
+        with SubWorld(group).installed():
+            run(rank, config)
+    dist.barrier()
+
+
+def ended_by(action: Callable[[], Any]) -> str:
+    """What ended a run on this rank: the error in words, or nothing."""
+    try:
+        action()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def failing_in(step: int) -> Iterator[None]:
+    """Let the reward fail in a step, once its responses have come."""
+    plain = rollout_side.RolloutSide.score
+
+    def score(self: Any, asked: Any, *rest: Any) -> None:
+        if asked.step == step:
+            raise RewardError(f"in step {step}")
+        plain(self, asked, *rest)
+
+    with mock.patch.object(rollout_side.RolloutSide, "score", score):
+        yield
+
+
+@contextmanager
+def with_cursor_only() -> Iterator[None]:
+    """Restore what a synchronous run's checkpoint has: where the loader is, and nothing of what is in flight."""
+
+    def load(self: AheadLoader, state: Mapping[str, Any]) -> None:
+        PromptLoader.load_state_dict(self, {name: value for name, value in state.items() if name != "ahead"})
+        self.asked, self.trained = state["ledger"]["asked"], state["ledger"]["trained"]
+
+    with mock.patch.object(AheadLoader, "load_state_dict", load):
+        yield
+
+
+@contextmanager
+def stopping_after(step: int, stop: StopRequest) -> Iterator[None]:
+    """Ask this rank to stop once it has pushed the weights of a step."""
+    plain = WeightSync.push
+
+    def push(self: WeightSync, version: int, *rest: Any) -> Any:
+        if version == step:
+            stop.received = signal.SIGTERM
+        return plain(self, version, *rest)
+
+    with mock.patch.object(WeightSync, "push", push):
+        yield

@@ -1,0 +1,166 @@
+"""Generation beside training, with the real trainer and real vLLM: staleness 0 is the synchronous run bit for bit, a replay and a
+resume are the run itself, and every sample is trained on once. All runs of the module are in one world of three ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.reliability.compare import compare
+from megappo.rollout.vllm_engine import VllmEngine
+from megappo.runtime.ending import StopRequest
+from tests.trainer.asynchronous_runs import (
+    WORLD,
+    config_of,
+    ended_by,
+    failing_in,
+    only_when_waited_for,
+    pauses,
+    run,
+    run_synchronous,
+    stopping_after,
+    with_cursor_only,
+)
+from tests.trainer.small_run import set_keys, write_small_task
+from tests.worlds import spawn_world
+
+STALENESS, STEPS = 2, 6
+# Metrics of asynchronous runs alone, and those that the placement decides.
+OWN = ("rollout/push_bytes", "rollout/running", "rollout/requests_cut", "rollout/tokens_recomputed", "rollout/token_age")
+
+
+def run_all(rank: int, folder: Path) -> dict[str, str]:
+    runs, found = folder / "runs", dict[str, str]()
+
+    def config(name: str, staleness: int | None = STALENESS) -> dict[str, Any]:
+        return config_of(folder, name, staleness)
+
+    run_synchronous(rank, config("sync", None))
+    with pauses(rank, 1, 0.02, 0.2):
+        run(rank, config("k0", 0))
+    with only_when_waited_for():
+        run(rank, config("k2"))
+    with pauses(rank, 3, 0.01, 0.2), failing_in(4):
+        found["failed"] = ended_by(lambda: run(rank, config("resumed"), replay=runs / "k2"))
+    if rank == 0:
+        shutil.copytree(runs / "resumed", runs / "lossy")
+    with pauses(rank, 4, 0.03, 0.1):
+        run(rank, config("resumed"), resume=True, replay=runs / "k2")
+    with with_cursor_only():
+        found["lossy"] = ended_by(lambda: run(rank, config("lossy"), resume=True))
+    other = set_keys(config("other"), {"policy.optimizer.lr": 2e-3})
+    found["other"] = ended_by(lambda: run(rank, other, replay=runs / "k2"))
+    stop = StopRequest()
+    with pauses(rank, 5, 0.08, 0.01), stopping_after(2, stop if rank == WORLD - 1 else StopRequest()):
+        found["stopped"] = str(run(rank, config("stopped"), stop=stop))
+    found["smaller"] = ended_by(lambda: run(rank, config("stopped", 1), resume=True))
+    run(rank, config("stopped"), resume=True)
+    return found | broken(rank, config("broken"))
+
+
+def broken(rank: int, config: dict[str, Any]) -> dict[str, str]:
+    """The rollout half ends by an error in its tenth engine step; the last run, as its engine is not closed."""
+    plain, polls = VllmEngine.poll, iter(range(1000))
+
+    def poll(self: VllmEngine) -> Any:
+        if next(polls) == 10:
+            raise RuntimeError("out of blocks")
+        return plain(self)
+
+    with mock.patch.object(VllmEngine, "poll", poll):
+        return {"broken": ended_by(lambda: run(rank, config))}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("asynchronous")
+    write_small_task(folder)
+    return folder / "runs", spawn_world(run_all, WORLD, folder, timeout_s=500)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def samples_of(run: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """Every sample of a run by step and number."""
+    rows = [row for file in sorted((run / "trajectories").glob("*.jsonl")) for row in lines_of(file)]
+    return {(row["step"], row["sample"]): row for row in rows}
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    state = json.loads((run / "checkpoints" / f"step-{STEPS}" / "state.json").read_text())
+    return {**state, "loader": {key: value for key, value in state["loader"].items() if key not in ("ahead", "ledger")}}
+
+
+def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: tuple[Path, Any]) -> None:
+    runs, _ = task
+    found = compare(runs / "sync", runs / "k0")
+    assert found.tensors > 100 and found.values > 300
+    assert [name for name in found.differing if not name.startswith((*OWN, "state.json"))] == []
+    assert state_of(runs / "sync") == state_of(runs / "k0")
+    samples = samples_of(runs / "sync")
+    assert len(samples) == STEPS * 16 and samples == samples_of(runs / "k0")
+    assert any("eval/score" in row for row in lines_of(runs / "k0" / "metrics.jsonl"))
+
+
+def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[Path, Any]) -> None:
+    rows = lines_of(task[0] / "k2" / "metrics.jsonl")
+    ages = [row["rollout/token_age_max"] for row in rows]
+    assert len(ages) == STEPS and ages[0] == 0 and max(ages) == STALENESS
+    assert all(
+        row["rollout/age_max"] <= STALENESS and row["rollout/token_age_mean"] <= row["rollout/token_age_max"] for row in rows
+    )
+    assert sum(row["rollout/requests_cut"] for row in rows) > 0 < sum(row["rollout/tokens_recomputed"] for row in rows)
+
+
+def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> None:
+    """From the emergency checkpoint of a step whose reward failed, with two later steps in flight."""
+    runs, found = task
+    assert all(one["failed"] == "RewardError: in step 4" for one in found[:2])
+    checkpoint = runs / "resumed" / "checkpoints" / "step-3"
+    assert sorted(json.loads((checkpoint / "state.json").read_text())["loader"]["ahead"]["rows"]) == ["4", "5"]
+    assert "rollout-0.bin" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+    result = compare(runs / "k2", runs / "resumed")
+    # What runs at a hand-over is the clock's; the push of a resume finds nothing running.
+    measured = ("rollout/running", "rollout/requests_cut of step 4", "rollout/tokens_recomputed of step 4")
+    assert [name for name in result.differing if not name.startswith(measured)] == []
+    assert samples_of(runs / "k2") == samples_of(runs / "resumed")
+    assert (runs / "k2" / "events" / "replica-0.log").read_bytes() == (runs / "resumed" / "events" / "replica-0.log").read_bytes()
+
+
+def test_without_its_events_other_pauses_make_another_run_of_the_same_samples(task: tuple[Path, Any]) -> None:
+    runs, found = task
+    assert {one["stopped"] for one in found} == {"False"}  # asked at the rollout rank alone
+    ours, theirs = samples_of(runs / "k2"), samples_of(runs / "stopped")
+    assert [(key, ours[key]["id"]) for key in sorted(ours)] == [(key, theirs[key]["id"]) for key in sorted(theirs)]
+    assert ours != theirs
+    assert json.loads((runs / "stopped" / "ended.json").read_text())["outcome"] == "finished"
+
+
+def test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so(task: tuple[Path, Any]) -> None:
+    runs, found = task
+    assert all("samples were lost or trained on twice: 128 asked for, 96 trained on" in one["lossy"] for one in found[:2])
+    ours, theirs = samples_of(runs / "k2"), samples_of(runs / "lossy")
+    assert [one["id"] for key, one in sorted(ours.items())] != [one["id"] for key, one in sorted(theirs.items())]
+
+
+def test_what_does_not_fit_is_refused_in_one_line_on_every_rank(task: tuple[Path, Any]) -> None:
+    _, found = task
+    for one in found:
+        assert re.fullmatch("ValueError: .* is of a run with policy.optimizer.lr = 0.001, not 0.002; .*", one["other"])
+        assert "rollout.max_staleness = 1, and the responses of 2 steps have begun; set it to 2" in one["smaller"]
+
+
+def test_a_failure_of_either_half_names_rank_and_half(task: tuple[Path, Any]) -> None:
+    _, found = task
+    assert re.fullmatch("HalfFailed: rank [01] of the training half failed: RewardError: in step 4", found[2]["failed"])
+    assert found[2]["broken"] == "RuntimeError: out of blocks"
+    assert {one["broken"] for one in found[:2]} == {"HalfFailed: rank 2 of the rollout half failed: RuntimeError: out of blocks"}
