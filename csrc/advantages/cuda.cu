@@ -160,6 +160,14 @@ __device__ inline void walk(const AdvantageArgs& a, const Chunk<kGeneral>& chunk
                             Token&& token) {
   if (chunk.count == 0) return;
   Run run = enter(a, last_sequence);
+  // Where no sequence starts or ends, as in all but a few chunks, nothing is compared: 64-bit positions cost more than the sums.
+  if (chunk.count == kPerThread && run.start <= chunk.first && chunk.first + kPerThread < run.end) {
+#pragma unroll
+    for (int i = kPerThread - 1; i >= 0; --i) {
+      if (chunk.sampled >> i & 1) token(i, run);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = kPerThread - 1; i >= 0; --i) {
     if (i >= chunk.count) continue;
@@ -188,15 +196,16 @@ __device__ inline void read_floats(const float* at, int count, bool vectors, flo
   for (int i = 0; i < kPerThread; ++i) x[i] = i < count ? at[i] : 0.0f;
 }
 
-// Bit i is set where byte i is.
-__device__ inline unsigned read_bits(const bool* at, int count, bool vectors) {
+__device__ inline uint2 read_bytes(const bool* at, int count, bool vectors) {
   uint2 bytes{0, 0};
-  if (vectors && count == kPerThread) {
-    bytes = __ldg(reinterpret_cast<const uint2*>(at));
-  } else {
+  if (vectors && count == kPerThread) return __ldg(reinterpret_cast<const uint2*>(at));
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) (i < 4 ? bytes.x : bytes.y) |= i < count && at[i] ? 1u << i % 4 * 8 : 0u;
-  }
+  for (int i = 0; i < kPerThread; ++i) (i < 4 ? bytes.x : bytes.y) |= i < count && at[i] ? 1u << i % 4 * 8 : 0u;
+  return bytes;
+}
+
+// Bit i is set where byte i is.
+__device__ inline unsigned bits_of(uint2 bytes) {
   // 0x01 bytes times this constant gather in the top byte's low four bits.
   return (bytes.x * 0x01020408u >> 24 & 15u) | (bytes.y * 0x01020408u >> 24 & 15u) << 4;
 }
@@ -230,25 +239,28 @@ __device__ inline double kl_of(Kl kind, double log_ratio) {
   return expm1(minus > kMaxLogRatio ? kMaxLogRatio : minus) + log_ratio;
 }
 
-template <bool kGeneral>
-__device__ inline Chunk<kGeneral> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors) {
+// `meanwhile` runs while the tokens are on their way from memory: nothing before it looks at them.
+template <bool kGeneral, class Meanwhile>
+__device__ inline Chunk<kGeneral> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors, Meanwhile&& meanwhile) {
   Chunk<kGeneral> chunk;
   chunk.first = first;
   chunk.count = static_cast<int>(min(max(a.num_tokens - first, std::int64_t{0}), std::int64_t{kPerThread}));
   read_floats(a.value + first, chunk.count, vectors, chunk.value);
-  chunk.sampled = read_bits(a.mask + first, chunk.count, vectors);
+  const uint2 sampled = read_bytes(a.mask + first, chunk.count, vectors);
   float taken[kPerThread] = {}, reference[kPerThread] = {};
   if (a.kl != Kl::none) {
     read_floats(a.logprob + first, chunk.count, vectors, taken);
     read_floats(a.ref_logprob + first, chunk.count, vectors, reference);
   }
+  meanwhile();
+  chunk.sampled = bits_of(sampled);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const double log_ratio = static_cast<double>(taken[i]) - static_cast<double>(reference[i]);
     chunk.reward[i] = a.kl != Kl::none && (chunk.sampled >> i & 1) ? -a.kl_coef * kl_of(a.kl, log_ratio) : 0.0;
   }
   if constexpr (kGeneral) {
-    chunk.steps = a.steps ? chunk.sampled & read_bits(a.steps + first, chunk.count, vectors) : chunk.sampled;
+    chunk.steps = a.steps ? chunk.sampled & bits_of(read_bytes(a.steps + first, chunk.count, vectors)) : chunk.sampled;
     float inner[kPerThread] = {};
     if (a.token_reward) read_floats(a.token_reward + first, chunk.count, vectors, inner);
 #pragma unroll
@@ -303,6 +315,7 @@ template <bool kGeneral>
 __device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kGeneral>& chunk, std::int64_t last_sequence, Entry in,
                                  bool vectors, double (&moments)[3]) {
   float reward[kPerThread], advantage[kPerThread] = {}, returns[kPerThread] = {};
+  moments[0] += __popc(kGeneral ? chunk.steps : chunk.sampled);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) reward[i] = static_cast<float>(chunk.reward[i]);
   walk(
@@ -326,7 +339,6 @@ __device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kGeneral>& 
         advantage[i] = static_cast<float>(of_policy);
         returns[i] = static_cast<float>(of_critic + value);
         const double kept = advantage[i];
-        moments[0] += 1.0;
         moments[1] += kept;
         moments[2] += kept * kept;
       });
@@ -346,14 +358,21 @@ __device__ inline double fault_in_borders(const AdvantageArgs& a, const Scratch&
 
 // The block that finishes last adds the moments of all tiles in the order of the tiles.
 __device__ inline void finish(const AdvantageArgs& a, const Scratch& scratch, unsigned tile, double (&moments)[3]) {
-  __shared__ double per_warp[kWarps];
+  __shared__ double per_warp[3][kWarps];
   __shared__ bool is_last;
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
-    const double total = block_sum(moments[k], per_warp);
-    if (threadIdx.x == 0) scratch.moments[3 * static_cast<std::int64_t>(tile) + k] = total;
+    const double total = warp_sum(moments[k]);
+    if (threadIdx.x % kWarp == 0) per_warp[k][threadIdx.x / kWarp] = total;
   }
+  __syncthreads();
   if (threadIdx.x == 0) {
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      double total = per_warp[k][0];
+      for (int w = 1; w < kWarps; ++w) total += per_warp[k][w];
+      scratch.moments[3 * static_cast<std::int64_t>(tile) + k] = total;
+    }
     __threadfence();
     is_last = atomicAdd(scratch.finished, 1u) == scratch.num_tiles - 1;
     __threadfence();
@@ -366,7 +385,7 @@ __device__ inline void finish(const AdvantageArgs& a, const Scratch& scratch, un
     for (int k = 0; k < 3; ++k) sums[k] += __ldcg(scratch.moments + 3 * i + k);
   }
 #pragma unroll
-  for (int k = 0; k < 3; ++k) sums[k] = block_sum(sums[k], per_warp);
+  for (int k = 0; k < 3; ++k) sums[k] = block_sum(sums[k], per_warp[k]);
   const bool sound = !isnan(sums[0]);
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -390,8 +409,9 @@ __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a
   const std::int64_t tile_last = min(tile_first + kTile, a.num_tokens) - 1;
   const bool vectors = aligned && tile_first + kTile <= a.num_tokens;
 
-  const Chunk<kGeneral> chunk = read_chunk<kGeneral>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors);
-  const std::int64_t tile_sequence = find_sequence(a, tile_last);
+  std::int64_t tile_sequence = 0;
+  const Chunk<kGeneral> chunk = read_chunk<kGeneral>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors,
+                                                     [&] { tile_sequence = find_sequence(a, tile_last); });
   const std::int64_t sequence = chunk.count ? find_below(a, chunk.first + chunk.count - 1, tile_sequence) : tile_sequence;
 
   const Map from_here = scan_from_right(map_of(a, chunk, sequence), lane);
