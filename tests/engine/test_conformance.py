@@ -424,18 +424,18 @@ def a_weight_that_is_nan_is_found_in_what_would_be_saved(world: World) -> None:
         assert non_finite_tensors(engine, with_optimizer=True) == []
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, list(engine.named_parameters()))
+        last: dict[str, float] = {}
         for rank, name in [(rank, name) for rank, theirs in enumerate(names) for name in theirs]:
             mine = rank == dist.get_rank()
-            set_first(engine, name, torch.nan if mine else None)
-            found = non_finite_tensors(engine, with_optimizer=False)
+            set_first(engine, {**last, name: torch.nan} if mine else last)
+            found, last = non_finite_tensors(engine, with_optimizer=False), {name: 1.0} if mine else {}
             assert bool(found) == mine, f"{name} of rank {rank}"
-            set_first(engine, name, 1.0 if mine else None)
 
 
-def set_first(engine: Engine, name: str, value: float | None) -> None:
-    """Set the first number of a parameter; None: of none, on a rank that only takes part."""
+def set_first(engine: Engine, values: dict[str, float]) -> None:
+    """Set the first number of some parameters; of none on a rank that only takes part."""
     with engine.train_mode():
-        if value is not None:
+        for name, value in values.items():
             engine.named_parameters()[name].data.view(-1)[0] = value
 
 
