@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -38,21 +39,30 @@ def coverage_fault(launched: set[str], compiled: set[str]) -> str | None:
     return f"launched in the source or compiled, but not both: {differing}" if differing else None
 
 
-def compiled_for(capability: int) -> str:
-    from tests.ops.test_triton_compile import kernels_in_the_source
-
+@cache
+def compiled() -> dict[int, dict[str, int]]:
+    """Compute capability -> kernel -> how many variants of it were compiled: of all in one process, as its imports take longest."""
     # A cache of its own: what another version of Triton left there would be taken for compiled.
-    cache = ROOT / "build" / f"triton-{metadata.version('triton')}"
+    folder = ROOT / "build" / f"triton-{metadata.version('triton')}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compile_triton", str(capability)],
+        [sys.executable, "-m", "tests.ops.compile_triton", *map(str, CAPABILITIES)],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
     )
     if done.returncode != 0:
         raise Wrong((done.stderr or done.stdout).strip().splitlines()[-1])
-    counts = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
+    counts: dict[int, dict[str, int]] = {}
+    for capability, name, count in (line.split() for line in done.stdout.splitlines()):
+        counts.setdefault(int(capability), {})[name] = int(count)
+    return counts
+
+
+def compiled_for(capability: int) -> str:
+    from tests.ops.test_triton_compile import kernels_in_the_source
+
+    counts = compiled().get(capability, {})
     fault = coverage_fault(kernels_in_the_source(), set(counts))
     if fault:
         raise Wrong(fault)

@@ -1,8 +1,8 @@
 """Compiles every Triton kernel that the self-check launches, for a GPU that need not be there; run by test_triton_compile.py.
 
 Interpreting a kernel shows that it computes the right thing, not that it compiles: types of loop variables, for one, are only
-looked at by the compiler. Launches are replaced by compilations for the compute capability in the first argument, up to machine
-code (ptxas comes with Triton). Prints a line per kernel: its name and how many variants of it were compiled.
+looked at by the compiler. Launches are replaced by compilations for the compute capabilities in the arguments, up to machine
+code (ptxas comes with Triton). Prints a line per capability and kernel: both, and how many variants of it were compiled.
 """
 
 import sys
@@ -29,13 +29,13 @@ def compile_launch(kernel, target, args, kwargs):
     return triton.compile(ASTSource(kernel, signature, constant, aligned), target=target, options=options)
 
 
-def main(capability: int) -> None:
-    target = GPUTarget("cuda", capability, 32)
+def main(capabilities: list[int]) -> None:
     compiled = {}
 
     def run(self, *args, grid, warmup=False, **kwargs):
-        made = compile_launch(self, target, args, kwargs)
-        compiled.setdefault(self.__name__, set()).add(made.hash)
+        for capability in capabilities:
+            made = compile_launch(self, GPUTarget("cuda", capability, 32), args, dict(kwargs))
+            compiled.setdefault((capability, self.__name__), set()).add(made.hash)
 
     JITFunction.run = run
     dispatch.missing = lambda implementation, kind: None
@@ -43,9 +43,9 @@ def main(capability: int) -> None:
         for problem in selfcheck.problems():
             for _ in problem.run(selfcheck.Numbers(torch.device("cpu"), wide=False)):
                 pass
-    for name, variants in sorted(compiled.items()):
-        print(name, len(variants))
+    for (capability, name), variants in sorted(compiled.items()):
+        print(capability, name, len(variants))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([int(capability) for capability in sys.argv[1:]])
