@@ -63,9 +63,9 @@ ALLOWED = {
 
 def faults(source: str) -> Iterator[tuple[int, str]]:
     """(line, rule) of everything forbidden in a module."""
-    tree = ast.parse(source)
-    aliases = dict(_aliases(tree))
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    aliases = dict(_aliases(nodes))
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= WRITES:
@@ -96,9 +96,9 @@ def _wrong_keywords(pairs: list[tuple[object, ast.expr]]) -> Iterator[tuple[int,
                 yield value.lineno, rule
 
 
-def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _aliases(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Name in the module -> dotted name that was imported under it."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
         elif isinstance(node, ast.ImportFrom):

@@ -16,7 +16,8 @@ def unnamed(source: str) -> Iterator[int]:
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        owner = of.id if isinstance(of, ast.Name) else ""
         modes = [each.value for each in (*node.args, *(one.value for one in node.keywords)) if isinstance(each, ast.Constant)]
         is_binary = any(isinstance(mode, str) and "b" in mode and len(mode) <= 3 for mode in modes)
         is_popen = owner == "subprocess" and any(keyword.arg == "text" for keyword in node.keywords)
