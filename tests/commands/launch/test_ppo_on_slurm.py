@@ -1,5 +1,5 @@
 """PPO at the quickstart's size by `megappo launch`, two nodes of one rank: stopped by Slurm's signal, requeued and resumed, then
-killed; beside a run without interruption, on the same nodes at the same time.
+killed; beside a run without interruption, on the same nodes at the same time, whose folder was written and submitted by hand.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ SECRET = "hf_do_not_write_this_anywhere"
 
 @dataclass
 class Launched:
+    """folder: of the job's script, log and evidence."""
+
     job: str
     run: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.run / "launch" / "001"
+    folder: Path
 
     @property
     def log(self) -> Path:
@@ -84,7 +83,18 @@ def launch(folder: Path, name: str, steps: int, *options: str, **changes: object
     arguments = ["launch", str(QUICKSTART), "--nodes", "2", "--gpus-per-node", "1", *options]
     assert cli.main([*arguments, *overrides_of(folder, name, steps, **changes)]) == 0
     run = folder / "runs" / name
-    return Launched((run / "launch" / "001" / "job_id").read_text().strip(), run)
+    record = run / "launch" / "001"
+    return Launched((record / "job_id").read_text().strip(), run, record)
+
+
+def submit_by_hand(cluster: Cluster, folder: Path, name: str, steps: int, *options: str) -> Launched:
+    """As a user who reads the README of the folder that was written, from another directory."""
+    record = folder / "runs" / "by hand"
+    arguments = ["launch", str(QUICKSTART), "--nodes", "2", "--gpus-per-node", "1", "--write-to", str(record), *options]
+    assert cli.main([*arguments, *overrides_of(folder, name, steps)]) == 0
+    command = shlex.split((record / "README").read_text().splitlines()[0])
+    job = subprocess.run(command, env=cluster.environment, cwd="/", capture_output=True, text=True, check=True).stdout.split()[-1]
+    return Launched(job, folder / "runs" / name, record)
 
 
 def process_of(rank: int, launched: Launched) -> psutil.Process:
@@ -121,7 +131,7 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
         patch.chdir(ROOT)
         write_quickstart(folder)
         broken = launch(folder, "broken", NEVER, "--launcher", "torchrun", "--time", "1:00:00", "--max-requeues", "2")
-        whole = launch(folder, "whole", WHOLE, "--partition", "main")
+        whole = submit_by_hand(cluster, folder, "whole", WHOLE, "--partition", "main")
     cluster.wait_for("both jobs", lambda: are_running(cluster, broken, whole), STEP_S, whole.log)
     cluster.wait_for("two steps", lambda: STOPPED_AFTER in broken.steps(), START_S, broken.log)
     cluster.command("scancel", "--signal=USR1", broken.job)
@@ -148,7 +158,7 @@ def test_the_signal_saves_at_a_step_boundary_and_the_requeued_job_resumes_there(
 
 
 def test_the_curve_of_the_interrupted_run_is_that_of_the_whole_one(story: Story) -> None:
-    """To the last bit, and although torchrun started one and srun the other."""
+    """To the last bit, although torchrun started one and srun the other, and the launch submitted one and a user the other."""
     whole, broken = metrics(story.folder, "whole"), metrics(story.folder, "broken")
     assert [row["step"] for row in whole] == list(range(1, WHOLE + 1))
     assert broken[:WHOLE] == whole
@@ -158,22 +168,6 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(story: Story) -> None:
     log = story.broken.log.read_text().splitlines()
     assert log[-2].startswith("megappo: rank 1 on ") and "failed first (killed by SIGKILL: " in log[-2]
     assert log[-1].startswith("megappo: not requeued: no checkpoint was saved since this attempt started at step ")
-
-
-def test_a_folder_that_is_written_and_submitted_by_hand_trains_as_the_launch_does(
-    story: Story, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From another directory, and to the last bit."""
-    monkeypatch.chdir(ROOT)
-    folder = tmp_path / "by hand"
-    arguments = ["launch", str(QUICKSTART), "--nodes", "2", "--gpus-per-node", "1", "--write-to", str(folder)]
-    assert cli.main([*arguments, *overrides_of(story.folder, "by-hand", STOPPED_AFTER)]) == 0
-    command = shlex.split((folder / "README").read_text().splitlines()[0])
-    job = subprocess.run(command, env=cluster.environment, cwd="/", capture_output=True, text=True, check=True).stdout.split()[-1]
-    log = folder / f"job-{job}.log"
-    cluster.wait_for("the job by hand", lambda: cluster.has_ended(job), START_S, log)
-    assert log.read_text().splitlines()[-1].startswith("megappo: finished; results in ")
-    assert metrics(story.folder, "by-hand") == metrics(story.folder, "whole")[:STOPPED_AFTER]
 
 
 def test_a_launch_is_recorded_without_secrets(story: Story) -> None:
