@@ -101,6 +101,7 @@ def on_device(cuda_python, folder: Path, quickstart: Path) -> dict[str, list]:
         for name, (steps, changes, fault) in RUNS.items()
         if name != "cuda"
     ]
+    scenarios.append(Scenario("advantages", "tests.host_cuda.advantages_cases:both"))
     scenarios.append(Scenario("cuda", f"{runs}:train_and_count_waits", (config_of(folder, "cuda", HALF, "cuda", kernels="cuda"),)))
     scenarios.append(Scenario("resumed", f"{runs}:train_once", (config_of(folder, "halves", STEPS, "cuda"), True)))
     return run_world(cuda_python, scenarios, 2, timeout_s=550, environment=environment, fused_optimizers="1")
@@ -174,10 +175,12 @@ def test_outputs_that_megappo_keeps_are_noticed(on_device) -> None:
         assert leaves_memory_behind(held), held
 
 
-def test_the_host_waits_in_stages_4_to_6_only_where_it_reads_a_number(on_device) -> None:
+def test_stages_4_to_6_are_on_the_device_and_the_host_waits_only_where_it_reads_a_number(on_device) -> None:
     for waits, ran, notes in found(on_device, "cuda"):
         assert {stage: {place: n for place, n in of.items() if place not in COPIES} for stage, of in waits.items()} == WAITS
         assert ran["token_advantages"] == "cuda"
+    for differences in found(on_device, "advantages"):
+        assert all(0.0 <= largest < 1e-5 and fields >= 8 for largest, fields in differences.values()), differences
     assert any(line.startswith("kernels on cuda: ") and "token_advantages" in line for line in notes)
 
 
