@@ -51,9 +51,12 @@ CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSD
 # fsdp2 keeps the experts of a layer in one tensor; tp cuts no columns of experts without etp, and has other routers' copies.
 CHAIN_OF_EXPERTS = ("megatron ep2", FSDP2, "megatron tp2 sp", FSDP2, "megatron ep2")
 EXPERTS_GO_ON = (("megatron ep2", FSDP2), (FSDP2, "megatron ep2"))
-GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
-    (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
-)
+# model -> (writer, reader): every layout by one model, each direction by all.
+GOES_ON = {
+    "policy": (("megatron tp2", FSDP2), ("megatron pp2", FSDP2), (FSDP2, "megatron tp2"), (FSDP2, "megatron dp2")),
+    "policy tied": (("megatron pp2", FSDP2), (FSDP2, "megatron tp2")),
+    "critic": (("megatron tp2", FSDP2), (FSDP2, "megatron dp2")),
+}
 BEFORE, AFTER = 2, 2  # updates
 
 
@@ -275,7 +278,7 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
     bench, place, found = Bench(Path(folder)), Path(folder, "kept"), {}
     for model in MODELS:
         found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "fp32")
-        for number, (writer, reader) in enumerate(GOES_ON):
+        for number, (writer, reader) in enumerate(GOES_ON[model]):
             found[f"{model}: {writer} to {reader}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
     found["chain experts"] = chain(bench, place / "chain-experts", "experts", "bf16", CHAIN_OF_EXPERTS)
     found["chain critic with experts"] = chain(

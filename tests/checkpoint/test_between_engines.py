@@ -35,7 +35,7 @@ def test_weights_and_optimizer_survive_a_chain_of_engines(ranks, model: str) -> 
 
 @pytest.mark.parametrize(
     "model, writer, reader",
-    [(model, *way) for model in MODELS for way in GOES_ON] + [("experts", *way) for way in EXPERTS_GO_ON],
+    [(model, *way) for model, ways in GOES_ON.items() for way in ways] + [("experts", *way) for way in EXPERTS_GO_ON],
 )
 def test_a_run_goes_on_under_the_other_engine(ranks, model: str, writer: str, reader: str) -> None:
     """Losses, gradients, schedule, then weights and moments, of two more updates, beside the run that keeps its engine."""
