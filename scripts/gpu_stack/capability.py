@@ -25,7 +25,8 @@ def wanted(op: str, capability: tuple[int, int]) -> str:
     """The implementation that `auto` should take for an op on a GPU that the library serves."""
     if op == "linear_stats":  # its CUDA kernel is Hopper's matrix products
         return "cuda" if capability == HOPPER else "triton"
-    return "gemm + cuda" if op == "linear_backward" else "cuda"
+    products = op == "linear_backward" or (op == "linear_dlogits" and capability != HOPPER)
+    return "gemm + cuda" if products else "cuda"
 
 
 def code_for(archs: str, capability: tuple[int, int]) -> str | None:

@@ -45,7 +45,8 @@ def test_a_run_checks_the_kernels_of_a_gpu(notes, checked, name, kind, wanted):
 def test_a_run_on_a_gpu_says_what_runs_there(notes, checked):
     select("triton", "cuda", notes)
     (line,) = notes
-    assert line.startswith("kernels on cuda: gemm + triton: linear_backward; triton: linear_stats, policy_loss, token_advantages, ")
+    kernels = "triton: linear_stats, policy_loss, token_advantages, "
+    assert line.startswith(f"kernels on cuda: gemm + triton: linear_backward, linear_dlogits; {kernels}")
 
 
 def test_a_run_on_the_cpu_says_it_in_one_line(notes):
