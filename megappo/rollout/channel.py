@@ -41,6 +41,7 @@ class Channel:
         self._store, self._rank, self.leaders, self._limit_s = store, rank, tuple(leaders), limit_s
         self._next = 0  # message that this rank tells, or hears, next
         self._old: list[str] = []  # keys that the next meeting leaves behind
+        self._has_asked = False
 
     # ------------------------------------------------------------------------------------------------- the training half
 
@@ -100,8 +101,10 @@ class Channel:
         self._store.set(f"done/{key}/{replica}", "")
 
     def ask_to_stop(self, signal: str) -> None:
-        """Ask the training half to end the run with a checkpoint."""
-        self._store.set(_STOP, signal)
+        """Ask the training half to end the run with a checkpoint; only the first call tells it."""
+        if not self._has_asked:
+            self._store.set(_STOP, signal)
+            self._has_asked = True
 
     # ---------------------------------------------------------------------------------------------------------- of both
 
