@@ -2,7 +2,8 @@
 requests' seeds that is all that a replica's responses depend on, to the bit. A replay does the same at the same engine steps.
 
 One text line per event, behind a line of JSON with the facts of the run: `a 3 17.40 2` begins requests 40 and the next of step 17
-that this replica has, 3 engine steps after the event before; `p 0 17` pushes version 17; `e 5` is the end.
+that this replica has, 3 engine steps after the event before; `p 0 17` pushes version 17, `r 0 17` too and computes a cache again
+that is otherwise kept; `e 5` is the end.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 
 BATCH = 10**6
 """Requests have numbers in the engine: that of their batch times this, plus that in the batch."""
+RECOMPUTED = "r"
+PUSHES = ("p", RECOMPUTED)
 _RESUMED = "resumed"
 
 
 class Event(NamedTuple):
     kind: str
-    """a, p or e (see above)."""
+    """a, p, r or e (see above)."""
     engine_step: int
     """Engine steps of the replica before it."""
     first: int = 0
@@ -68,8 +71,8 @@ class EventLog:
             batch, number = divmod(first, BATCH)
             self._write(f"a {engine_step - self._last} {batch}.{number} {count}", engine_step)
 
-    def push(self, engine_step: int, version: int) -> None:
-        self._write(f"p {engine_step - self._last} {version}", engine_step)
+    def push(self, engine_step: int, version: int, *, recompute: bool) -> None:
+        self._write(f"{RECOMPUTED if recompute else 'p'} {engine_step - self._last} {version}", engine_step)
         if self._file is not None:
             self._file.flush()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.parallel.consensus import gathered
 from megappo.rollout.channel import Channel
-from megappo.rollout.event_log import BATCH, Event, EventLog
+from megappo.rollout.event_log import BATCH, PUSHES, RECOMPUTED, Event, EventLog
 from megappo.rollout.generation import told_by_leader
 from megappo.rollout.hand_over import exchanged, give_responses
 from megappo.rollout.snapshot import Snapshot
@@ -94,7 +94,7 @@ class _Server:
                 meeting = self._work(between_steps)
             match meeting["kind"]:
                 case "push":
-                    self._push(meeting["version"])
+                    self._push(meeting["version"], meeting.get("recompute", False))
                 case "hand_over":
                     self._hand_over(meeting["key"])
                 case "snapshot":
@@ -139,7 +139,7 @@ class _Server:
     def _is_due(self, meeting: Mapping[str, Any]) -> bool:
         """A push of a replay waits for its engine step."""
         event = self._next_event()
-        return meeting["kind"] != "push" or event is None or (event.kind == "p" and event.engine_step == self._engine_step)
+        return meeting["kind"] != "push" or event is None or (event.kind in PUSHES and event.engine_step == self._engine_step)
 
     def _next_event(self) -> Event | None:
         """Return the event that a replay has next; None if there is nothing to repeat (any more)."""
@@ -241,10 +241,15 @@ class _Server:
 
     # --------------------------------------------------------------------------------------------------------- meetings
 
-    def _push(self, version: int) -> None:
+    def _push(self, version: int, recompute: bool) -> None:
+        """Push. recompute: a save is due after it, and a resume can only compute the cache of requests again; a replay does as the
+        log."""
         self._log.begin()
+        if (event := self._next_event()) is not None:
+            recompute = event.kind == RECOMPUTED
+            self._log.script.popleft()
         unfinished = self._engine.num_unfinished
-        metrics = self._engine.push_weights(version)
+        metrics = self._engine.push_weights(version, recompute=recompute)
         with self._engine.between_pushes():
             self._note(self._engine.ended_in_push, unfinished)
             if not self._has_weights:  # after a checkpoint's push what ran goes on, without an event
@@ -255,9 +260,7 @@ class _Server:
         of = self._index, self._num_evaluations, self._engine_step, self._log.num_events
         self._snapshot = Snapshot(*of, self._engine.drawn() | self._drawn, responses)  # references: nothing of it changes
         self._has_weights = True
-        if self._next_event() is not None:
-            self._log.script.popleft()
-        self._log.push(self._engine_step, version)
+        self._log.push(self._engine_step, version, recompute=recompute)
         for name in _OF_PUSH:
             self._figures[name] += metrics[name]
 

@@ -131,14 +131,14 @@ class VllmEngine:
     def meet(self, before: str) -> None:
         meet(before, self._meeting_s)
 
-    def push_weights(self, version: int) -> dict[str, float]:
+    def push_weights(self, version: int, *, recompute: bool = False) -> dict[str, float]:
         """Push the weights and compare their checksums. With `cache_after_push` requests may be running: their segments end here,
-        and they go on with the new weights. Collective."""
+        and they go on with the new weights. recompute: their cache, even if it is otherwise kept. Collective."""
         assert self._sync is not None, "connect() comes before the first push"
         if self._cache_after_push is None:
             return self._sync.push(version)
         with self._running():
-            running = self._cut()
+            running = self._cut(keeps_cache=self._cache_after_push == "keep" and not recompute)
         cut = [one for one in (running or self._asked.values()) if one.drawn.segments]
         recomputed = sum(len(one.rest().tokens) for one in cut if running)
         metrics = self._sync.push(version)
@@ -147,7 +147,7 @@ class VllmEngine:
                 self._enter(one)
         return metrics | {"requests_cut": float(len(cut)), "tokens_recomputed": float(recomputed)}
 
-    def _cut(self) -> list[Drawing]:
+    def _cut(self, *, keeps_cache: bool) -> list[Drawing]:
         """Close the segments of all running requests. Return those that must be submitted again, taken out of vLLM: all, or none if
         their cache is kept."""
         self._settle()
@@ -156,7 +156,7 @@ class VllmEngine:
             self._count(one)
             one.close_segment(self._version)
         self._require_same_tokens()
-        if self._cache_after_push == "keep":
+        if keeps_cache:
             return []
         running = list(self._asked.values())
         self._llm.llm_engine.abort_request(list(self._asked))

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -80,7 +81,8 @@ class Pauses:
 
 class Run:
     """One run, as every rank sees it. tp: of its engine. staleness: steps ahead. pause_s: longest on each side, random. script: run
-    to replay. restored: goes on from the checkpoint behind step SAVED. steps: the last one."""
+    to replay. restored: run from whose checkpoint behind step SAVED it goes on. steps: the last one. A run called kept keeps the
+    cache at pushes."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Run:
         staleness: int,
         pause_s: float,
         script: str = "",
-        restored: bool = False,
+        restored: str = "",
         steps: int = STEPS,
     ) -> None:
         store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -105,7 +107,8 @@ class Run:
         done = SAVED if self.restored else 0
         admitted = done + self.staleness if self.restored else 0
         if self.restored:
-            self.channel.tell("restore", path=str(folder), steps={s: rows_of(s) for s in range(done + 1, admitted + 1)})
+            steps = {step: rows_of(step) for step in range(done + 1, admitted + 1)}
+            self.channel.tell("restore", path=str(folder / self.restored), steps=steps)
         self.push(sync, done)
         for step in range(done + 1, self.steps + 1):
             while admitted < min(step + self.staleness, STEPS):
@@ -120,11 +123,14 @@ class Run:
             if step == SAVED:
                 self.channel.tell("snapshot")
                 self.found["snapshots"] = take_snapshots(self.leaders)
+                (folder / self.name).mkdir()
+                for replica, data in self.found["snapshots"].items():
+                    (folder / self.name / f"rollout-{replica}.bin").write_bytes(data)
         self.channel.tell("stop", finished=self.steps == STEPS)
         return self.found
 
     def push(self, sync: WeightSync, version: int) -> None:
-        self.channel.tell("push", version=version)
+        self.channel.tell("push", version=version, recompute=version == SAVED)
         self.held.send(sync, version)
 
     def take(self, key: str) -> dict[int, list]:
@@ -147,7 +153,10 @@ class Run:
         with engine.in_world():
             path = log_of(self.name) if engine.replica.is_leader else None
         script = read_script(log_of(self.script), HEADER) if self.script else ()
-        finished = serve(engine, self.channel, SOURCE, 1, EventLog(path, HEADER, script), read, self.pause)
+        if self.restored and path is not None and log_of(self.restored).exists():
+            shutil.copy(log_of(self.restored), path)  # with what the killed run wrote after the checkpoint
+        with mock.patch.object(engine, "_cache_after_push", "keep" if "kept" in self.name else "recompute"):
+            finished = serve(engine, self.channel, SOURCE, 1, EventLog(path, HEADER, script), read, self.pause)
         assert finished == (self.steps == STEPS)
         return None if path is None else path.read_text("utf-8")
 
@@ -176,10 +185,12 @@ RUNS: dict[int, tuple[tuple, ...]] = {
         ("ahead", 1, STALENESS, 0.02),
         ("other pauses", 1, STALENESS, 0.06),
         ("replayed", 1, STALENESS, 0.04, "ahead"),
-        ("resumed", 1, STALENESS, 0.03, "ahead", True),
-        ("stopped", 1, STALENESS, 0.0, "", False, 2),
+        ("resumed", 1, STALENESS, 0.03, "ahead", "ahead"),
+        ("kept", 1, STALENESS, 0.02),
+        ("kept, resumed", 1, STALENESS, 0.03, "kept", "kept"),
+        ("stopped", 1, STALENESS, 0.0, "", "", 2),
     ),
-    2: (("in step, tp 2", 2, 0, 0.02), ("dealt anew", 2, STALENESS, 0.0, "", True)),
+    2: (("in step, tp 2", 2, 0, 0.02), ("dealt anew", 2, STALENESS, 0.0, "", "ahead")),
 }
 
 
@@ -192,15 +203,10 @@ def in_world(rank: int, path: str, folder: Path) -> dict[str, Any]:
             held.serve(sync)
             for run in runs:
                 found[run.name] = run.train(sync, folder)
-                if run.name == "ahead":
-                    for replica, data in found[run.name]["snapshots"].items():
-                        (folder / f"rollout-{replica}.bin").write_bytes(data)
             continue
         with held.engine(tp, max_num_seqs=4) as engine:
             found[f"synchronous, tp {tp}"] = synchronous(held, engine)
             for run in runs:
-                if run.name == "resumed":  # what the killed run wrote after the checkpoint is there
-                    shutil.copy(folder / f"ahead-{rank - 1}.log", folder / f"resumed-{rank - 1}.log")
                 found[run.name] = run.serve(engine, folder)
     found["seconds"] = time.process_time()
     return found
@@ -242,9 +248,10 @@ def test_a_replay_of_the_log_is_the_run_and_its_log(world):
 
 
 def test_a_resume_from_a_push_is_the_uninterrupted_run(world):
-    ahead, resumed = world[0]["ahead"]["steps"], world[0]["resumed"]["steps"]
-    assert resumed == {step: ahead[step] for step in range(SAVED + 1, STEPS + 1)}
-    assert logs(world, "resumed") == logs(world, "ahead"), "what came after the checkpoint was cut off and done again"
+    for name, again in (("ahead", "resumed"), ("kept", "kept, resumed")):
+        steps = world[0][name]["steps"]
+        assert world[0][again]["steps"] == {step: steps[step] for step in range(SAVED + 1, STEPS + 1)}
+        assert logs(world, again) == logs(world, name), "what came after the checkpoint was cut off and done again"
     parts = [Snapshot.decoded(data) for data in world[0]["ahead"]["snapshots"].values()]
     begun = [
         sum(1 for part in parts for drawn in part.running.values() if drawn.segments),
