@@ -86,7 +86,7 @@ class _Server:
         self._engine_step = self._num_evaluations = 0
         self._has_weights = False
         self._snapshot: Snapshot | None = None
-        self._figures = dict.fromkeys(_COUNTED, 0.0)  # since the last hand-over
+        self._figures = dict.fromkeys(_COUNTED, 0.0)  # since the last step was handed over
 
     def run(self, between_steps: Callable[[], None]) -> bool:
         while True:
@@ -274,7 +274,8 @@ class _Server:
         responses = [replace(response, number=response.number % BATCH) for response in batch.responses]
         figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._waiting))}
         give_responses(responses, batch.count, figures, self._training_ranks)
-        self._figures = dict.fromkeys(_COUNTED, 0.0)
+        if number < _FIRST_EVALUATION:
+            self._figures = dict.fromkeys(_COUNTED, 0.0)
 
     def _give_snapshot(self) -> None:
         assert self._snapshot is not None, "a push comes first"
