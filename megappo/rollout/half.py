@@ -29,7 +29,8 @@ IN_FLIGHT = "rollout-{}.bin"
 class RolloutHalf(RolloutElsewhere):
     """Stand-in for the engine on the training ranks (`rollout.types.RolloutEngine`), from which `generation.generate` takes whole
     batches. Methods are collective over the training half. outside: context in which all ranks are the world. checkpoints:
-    directory of the run's. stop: of this rank; rank 0's hears of rollout ranks that were asked to stop."""
+    directory of the run's. stop: of this rank; rank 0's hears of rollout ranks that were asked to stop. recompute_every: steps
+    between pushes after which a kept cache (`rollout.cache_after_push`) is computed again; 0 for none."""
 
     def __init__(
         self,
@@ -38,10 +39,11 @@ class RolloutHalf(RolloutElsewhere):
         sections: Sections,
         checkpoints: Path,
         stop: StopRequest,
+        recompute_every: int = 0,
     ) -> None:
         super().__init__("vllm", None)
         self._channel, self._outside, self._sections = channel, outside, sections
-        self._checkpoints, self._stop = checkpoints, stop
+        self._checkpoints, self._stop, self._recompute_every = checkpoints, stop, recompute_every
         self._version: int | None = None
         self.figures: Mapping[str, float] = {}
         """Metric -> value of the last step that was taken."""
@@ -65,7 +67,8 @@ class RolloutHalf(RolloutElsewhere):
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push into the running requests. Collective over all ranks."""
-        self._channel.tell("push", version=version)
+        recompute = self._recompute_every > 0 and version % self._recompute_every == 0
+        self._channel.tell("push", version=version, recompute=recompute)
         with self._outside():
             found = super().push_weights(version)
         self._channel.met()

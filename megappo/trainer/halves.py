@@ -76,7 +76,10 @@ def _train_half(
     loader = AheadLoader(data.loader, rollout.max_staleness, rollout.samples_per_prompt, data.total_steps)
     with world.installed() as outside:
         checkpoints = claimed.run_dir.checkpoints
-        half = RolloutHalf(channel, outside, claimed.watchdog.sections, checkpoints, claimed.stop)
+        # A resume computes the cache of what ran, so a run that keeps it does so where a save is due: they stay equal.
+        every = config.checkpoint.save_every if rollout.cache_after_push == "keep" else 0
+        every = every if isinstance(every, int) else 0
+        half = RolloutHalf(channel, outside, claimed.watchdog.sections, checkpoints, claimed.stop, every)
 
         def build(policy: Engine | None) -> RolloutEngine:
             return half.build(lambda: cast(RolloutElsewhere, rollout_of(config, data, policy, device)))
