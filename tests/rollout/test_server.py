@@ -7,6 +7,7 @@ in one world.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import shutil
@@ -14,6 +15,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,9 +27,9 @@ from megappo.rollout.channel import Channel
 from megappo.rollout.event_log import BATCH, EventLog, read_script
 from megappo.rollout.generation import generate
 from megappo.rollout.hand_over import take_responses, take_snapshots
-from megappo.rollout.server import RequestSource, serve
+from megappo.rollout.server import _FIRST_EVALUATION, RequestSource, _Server, serve
 from megappo.rollout.snapshot import Snapshot
-from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
+from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_outputs import Drawn
 from tests.models.checkpoints import write_checkpoint
@@ -208,7 +210,6 @@ def in_world(rank: int, path: str, folder: Path) -> dict[str, Any]:
             found[f"synchronous, tp {tp}"] = synchronous(held, engine)
             for run in runs:
                 found[run.name] = run.serve(engine, folder)
-    found["seconds"] = time.process_time()
     return found
 
 
@@ -232,7 +233,6 @@ def logs(world: list[dict[str, Any]], name: str) -> list[str]:
 
 
 def test_staleness_0_with_pauses_on_both_sides_is_the_synchronous_run(world):
-    print("SECONDS", [rank["seconds"] for rank in world])
     for tp, name in ((1, "in step"), (2, "in step, tp 2")):
         ranks = [rank[f"synchronous, tp {tp}"] for rank in world[1:]]
         assert world[0][name]["steps"] == {s: ranks[0]["steps"][s] | ranks[1]["steps"][s] for s in ranks[0]["steps"]}
@@ -253,11 +253,8 @@ def test_a_resume_from_a_push_is_the_uninterrupted_run(world):
         assert world[0][again]["steps"] == {step: steps[step] for step in range(SAVED + 1, STEPS + 1)}
         assert logs(world, again) == logs(world, name), "what came after the checkpoint was cut off and done again"
     parts = [Snapshot.decoded(data) for data in world[0]["ahead"]["snapshots"].values()]
-    begun = [
-        sum(1 for part in parts for drawn in part.running.values() if drawn.segments),
-        sum(len(part.finished) for part in parts),
-    ]
-    assert min(begun) > 0, "negative control: there was something to lose"
+    begun = sum(1 for part in parts for drawn in part.running.values() if drawn.segments)
+    assert begun and any(part.finished for part in parts), "negative control: there was something to lose"
 
 
 def test_two_replicas_requests_go_on_in_one_exactly_once(world):
@@ -280,15 +277,28 @@ def test_every_token_is_of_a_version_that_its_step_may_have(world, checkpoint):
     assert min(ages) == 0 and max(ages) == STALENESS
     figures = world[0]["ahead"]["figures"]
     assert sum(one["requests_cut"] for one in figures) > 4 and sum(one["tokens_recomputed"] for one in figures) > 50
-    assert sum(one["requests_cut"] for one in world[0]["in step"]["figures"]) == 0 < world[0]["in step"]["figures"][-1]["idle_s"]
+    in_step = world[0]["in step"]["figures"]
+    assert sum(one["requests_cut"] for one in in_step) == 0 < sum(one["idle_s"] for one in in_step)
 
 
 def test_an_evaluation_is_drawn_by_one_version_beside_what_runs(world):
     ahead = world[0]["ahead"]
     assert ahead["evaluation"] == world[0]["in step"]["evaluation"] and len(ahead["evaluation"]) == 6
     assert {version for parts in ahead["evaluation"].values() for _, _, version in parts} == {3}
-    before, behind = logs(world, "ahead")[0].split("p 3 3\n")
-    assert behind.index(" 1000000.") < behind.index(" 5."), "before requests of training that wait"
+    submitted: list[int] = []
+    engine: Any = SimpleNamespace(
+        replica=Replica(0, 2, None, 4),
+        in_world=contextlib.nullcontext,
+        num_running=0,
+        submit=lambda requests, *_: submitted.extend(one.number for one in requests),
+    )
+    channel: Any = SimpleNamespace(announce=None)
+    server = _Server(engine, channel, SOURCE, 1, EventLog(None, HEADER), lambda path: [])
+    server._admit(1, rows_of(1))
+    server._evaluate("evaluation/0/held out", "held out")
+    server._begin()
+    first = _FIRST_EVALUATION * BATCH
+    assert submitted == [first, first + 2, first + 4, BATCH], "before what waits, each on its replica"
 
 
 def test_a_log_of_another_run_or_without_its_end_is_refused(world, tmp_path):
