@@ -260,6 +260,14 @@ PARTS = (
     Part("doctor", "megappo doctor", lambda place: _python("-m", "megappo", "doctor"), 20 * MINUTE, 90),
     Part("quickstart_1", "Quickstart on one GPU, with vLLM", _quickstart(1), 20 * MINUTE, 220, _needs_gpu),
     Part(
+        "quickstart_2",
+        "Quickstart on two ranks (policy tp 2, critic pp 2)",
+        _quickstart(2),
+        20 * MINUTE,
+        220,
+        lambda place: _needs_two_gpus(place) if place.on_gpu else None,
+    ),
+    Part(
         "rollout",
         "vLLM beside the trainer: push, sleep",
         _with_random_model("rollout", "rollout"),
@@ -278,14 +286,6 @@ PARTS = (
     # The seven that failed on the first visit are among them.
     Part("tests", "Tests that need a GPU", _tests, 40 * MINUTE, 240, _needs_gpu),
     Part("bench_step", "Whole steps by kernels", _bench_step, 30 * MINUTE, 120, _needs_policy),
-    Part(
-        "quickstart_2",
-        "Quickstart on two ranks (policy tp 2, critic pp 2)",
-        _quickstart(2),
-        20 * MINUTE,
-        220,
-        lambda place: _needs_two_gpus(place) if place.on_gpu else None,
-    ),
     Part(
         "verify",
         "A layout of GPUs against one rank",
