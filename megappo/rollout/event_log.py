@@ -101,7 +101,7 @@ def _parts(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 def read_script(path: Path, header: Mapping[str, Any]) -> list[Event]:
     """Read the log of a run that is to be replayed. ValueError, in one line, if it is missing, cut, or of another run."""
     try:
-        first, *lines = path.read_text("utf-8").split("\n")
+        first, *lines = path.read_text(encoding="utf-8").split("\n")
         theirs = json.loads(first)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no event log: {error}") from error
