@@ -10,7 +10,7 @@ from megappo.commands.plan.estimate import Plan
 from megappo.commands.plan.memory import RoleMemory, RolloutMemory
 from megappo.commands.plan.phases import Phase, phases, tightest
 from megappo.commands.tune.cost import RoleCost, Settings
-from megappo.commands.tune.generation import GenerationCost
+from megappo.commands.tune.generation import GenerationCost, Overlap
 from megappo.config.checks import Device
 from megappo.config.role_sections import TrainableConfig, key_of_role
 from megappo.models.implementation import Implementation
@@ -181,9 +181,23 @@ class Choice:
         return self.rollout.total_s + self.roles["policy"].generate_s
 
     @property
+    def training_s(self) -> float:
+        """Seconds of passes and updates."""
+        return self.timetable.step_s({role: one.cost.phases for role, one in self.roles.items()})
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """The two halves of an asynchronous run; None if generation and training take turns."""
+        if self.plan.config.rollout.max_staleness is None or self.rollout.cost is None:
+            return None
+        return Overlap(self.training_s + self.push_s, self.generate_s, self.rollout.cost.longest_s)
+
+    @property
     def total_s(self) -> float:
-        works = self.timetable.step_s({role: one.cost.phases for role, one in self.roles.items()})
-        return self.generate_s + works + self.push_s
+        staleness, overlap = self.plan.config.rollout.max_staleness, self.overlap
+        if staleness is None or overlap is None:
+            return self.generate_s + self.training_s + self.push_s
+        return overlap.step_s(staleness)
 
     @property
     def peak(self) -> int:

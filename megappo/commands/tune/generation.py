@@ -2,12 +2,14 @@
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
 scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
-lengths, reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens of earlier steps are read again as a prompt."""
+lengths (but in asynchronous runs), reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens of earlier steps are read again as a prompt."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.estimate import sequences_of_replica
@@ -32,6 +34,8 @@ class GenerationCost:
     """Sequences that a replica decodes together."""
     waves: int
     """Number of such batches."""
+    longest_s: float
+    """Of a response of `rollout.max_response_tokens`."""
 
     @property
     def total_s(self) -> float:
@@ -72,7 +76,34 @@ def vllm_cost(
     # Only the last token of a prompt needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
-    return GenerationCost(prefill, waves * workload.decoded_tokens * token_s, at_once, waves)
+    longest_s = rollout.max_response_tokens * token_s
+    return GenerationCost(prefill, waves * workload.decoded_tokens * token_s, at_once, waves, longest_s)
+
+
+class Overlap(NamedTuple):
+    """Seconds of the two halves of an asynchronous run in a step: training with the push, sampling, the longest response."""
+
+    training_s: float
+    sampling_s: float
+    longest_s: float
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds of a step when neither half waits for a single response."""
+        return max(self.training_s, self.sampling_s)
+
+    def step_s(self, max_staleness: int) -> float:
+        """Seconds of a step whose requests begin up to `max_staleness` versions early. Steps are trained on in order, so the
+        longest response of each has max_staleness + 1 steps for itself and the training on it."""
+        return max(self.floor_s, self._alone_s / (max_staleness + 1))
+
+    def enough(self) -> int:
+        """The smallest max_staleness that reaches the floor."""
+        return max(0, math.ceil(self._alone_s / self.floor_s - 1e-9) - 1)
+
+    @property
+    def _alone_s(self) -> float:
+        return max(self.longest_s, self.sampling_s) + self.training_s
 
 
 def _share_of_weights(arch: ModelArch, batch: int) -> float:

@@ -1,7 +1,7 @@
 """Placements to try: all roles on all ranks, vLLM apart, the critic apart, and the critic with the frozen models apart.
 
 The world is cut in half, between nodes if there are several: the model of the step time cannot tell apart placements that differ by
-less than 15 %, as other shares do. `search.py` searches each placement; `rank_placements` orders them."""
+less than 15 %, as other shares do. An asynchronous run is tried with vLLM on a quarter, a half and three quarters, and colocated. `search.py` searches each placement; `rank_placements` orders them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Placing(NamedTuple):
 
     name: str
     """Name that users read, such as `critic on 4-7`."""
-    changes: Mapping[str, str | float | tuple[()]]
+    changes: Mapping[str, str | float | tuple[()] | None]
     """Key -> value: `critic.ranks` and what follows from it, such as an empty `critic.offload`."""
 
     def applied(self, config: TrainConfig) -> TrainConfig:
@@ -38,7 +38,8 @@ class Placing(NamedTuple):
         return config
 
     def overrides(self) -> list[str]:
-        return [f"{key}={'[]' if value == () else value}" for key, value in self.changes.items()]
+        words = {(): "[]", None: "null"}
+        return [f"{key}={words.get(value, value)}" for key, value in self.changes.items()]
 
 
 class Placed(NamedTuple):
@@ -69,15 +70,21 @@ def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 
 
 def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
-    yield Placing(COLOCATED, {})
     per_node, world_size = machine.hardware.gpus_per_node, machine.world_size
     unit = per_node if world_size > per_node else 1
-    if (half := world_size // unit // 2 * unit) == 0:
+    half = world_size // unit // 2 * unit
+    if config.rollout.max_staleness is not None:
+        yield Placing(COLOCATED, {"rollout.max_staleness": None})
+        quarters = {round(share * world_size / unit / 4) * unit for share in (1, 2, 3)}
+        yield from (_rollout_on_last(config, world_size, size) for size in sorted(quarters - {0, world_size}))
+        return
+    yield Placing(COLOCATED, {})
+    if half == 0:
         return
     first, last = ranges_text(range(world_size - half)), ranges_text(range(world_size - half, world_size))
     roles, by_vllm = list(roles_in_use(config)), config.rollout.engine == "vllm"
     if by_vllm:
-        yield Placing(f"rollout on {last}", {**{f"{key_of_role(role)}.ranks": first for role in roles}, "rollout.ranks": last})
+        yield _rollout_on_last(config, world_size, half)
     critics = [role for role in roles if is_critic(role)]
     frozen = [role for role in roles if role != "policy" and role not in critics]
     for apart in dict.fromkeys(one for one in ((*critics,), (*critics, *frozen)) if one):
@@ -87,6 +94,13 @@ def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
             yield Placing(name, ranks)
         # Fewer ranks generate, and the critics have no vLLM beside it.
         yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
+
+
+def _rollout_on_last(config: TrainConfig, world_size: int, size: int) -> Placing:
+    """Place vLLM on the last `size` ranks and all roles on the others."""
+    first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
+    ranks = {f"{key_of_role(role)}.ranks": first for role in roles_in_use(config)}
+    return Placing(f"rollout on {last}", {**ranks, "rollout.ranks": last})
 
 
 def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -> Placing:

@@ -106,7 +106,7 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
     rows = []
     for name, begin, seconds, role in _phases(choice):
         row = {"the chosen step": name, "s": figures(seconds), "share": f"{seconds / choice.total_s:.0%}", "at work": ""}
-        if not search.timetable.takes_turns:
+        if not search.timetable.takes_turns or choice.overlap is not None:
             row = {"the chosen step": name, "from s": figures(begin)} | row
         if role is not None:
             one = choice.roles[role]
@@ -118,17 +118,29 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
         *table_of(rows, left=LEFT),
         f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
         f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
+        *_overlap_lines(choice),
+    ]
+
+
+def _overlap_lines(choice: Choice) -> list[str]:
+    """Say what bounds the step of an asynchronous run, and the smallest `rollout.max_staleness` that reaches its floor."""
+    if (overlap := choice.overlap) is None:
+        return []
+    training, sampling, longest = map(figures, overlap)
+    return [
+        f"  asynchronous: the largest of training and push {training} s, sampling {sampling} s, and (longest response {longest} s, "
+        f"training and push) / (max_staleness + 1); rollout.max_staleness={overlap.enough()} reaches {figures(overlap.floor_s)} s"
     ]
 
 
 def _phases(choice: Choice) -> Iterator[tuple[str, float, float, str | None]]:
     """(name, begin, seconds, role) of each part of a step."""
     yield "generate", 0.0, choice.generate_s, None
-    config = choice.plan.config
+    config, begin = choice.plan.config, choice.generate_s if choice.overlap is None else 0.0
     for work in choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()}):
         name = pass_name(config, work.role) if work.phase == "forward" else f"{work.role} update"
-        yield name, choice.generate_s + work.begin, work.seconds, work.role
-    yield "push weights", choice.total_s - choice.push_s, choice.push_s, None
+        yield name, begin + work.begin, work.seconds, work.role
+    yield "push weights", begin + choice.training_s, choice.push_s, None
 
 
 def _where(search: Search, name: str) -> str:

@@ -220,7 +220,9 @@ class Search:
         fronts = {role: self._front(role, found) for role, found in self.candidates.items()}
         best: Choice | None = None
         for rollout in self.rollouts:
-            limit = float("inf") if best is None else best.total_s - rollout.total_s  # what roles may take to win
+            limit = float("inf")  # what roles may take to win
+            if best is not None:
+                limit = best.total_s - (rollout.total_s if best.overlap is None else 0.0)
             fit = partial(self.fits, rollout=rollout)
             for roles in combinations(fronts, fit, self.timetable, limit):
                 choice = self.choice(roles, rollout)

@@ -1,0 +1,42 @@
+"""Seconds of an asynchronous step in the tuner, held against a simulation of the rule by which steps are admitted and trained on."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+
+from megappo.commands.tune.generation import Overlap
+
+STEPS, SAMPLES = 60, 256
+
+
+def simulated(max_staleness, training_s, slots, lengths):
+    """Seconds of a step once the pipeline is full. lengths: step -> seconds of each of its responses."""
+    free, trained = [0.0] * slots, [0.0]  # when a slot is free; when the update after each step has ended
+    for step in range(1, STEPS + 1):
+        admitted, ends = trained[max(0, step - 1 - max_staleness)], []
+        for seconds in lengths(step):
+            ends.append(max(admitted, heapq.heappop(free)) + seconds)
+            heapq.heappush(free, ends[-1])
+        trained.append(max(trained[-1], *ends) + training_s)
+    half = STEPS // 2
+    return (trained[-1] - trained[half]) / (STEPS - half)
+
+
+@pytest.mark.parametrize("training_s, slots", [(60.0, 512), (20.0, 512), (60.0, 32), (10.0, 64)])
+def test_the_formula_is_a_close_bound_of_the_simulated_rule(training_s, slots):
+    def lengths(step):
+        chance = random.Random(step)
+        return [min(160.0, chance.lognormvariate(2.5, 1.0)) for _ in range(SAMPLES - 1)] + [160.0]
+
+    sampling_s = sum(sum(lengths(step)) for step in range(1, STEPS + 1)) / STEPS / slots
+    overlap = Overlap(training_s, sampling_s, 160.0)
+    for max_staleness in range(9):
+        found = simulated(max_staleness, training_s, slots, lengths)
+        assert overlap.step_s(max_staleness) <= found * 1.001, "no schedule is faster than the bound"
+        assert found <= overlap.step_s(max_staleness) * 1.25, f"max_staleness {max_staleness}: {found:.1f} s"
+    enough = overlap.enough()
+    assert overlap.step_s(enough) == pytest.approx(overlap.floor_s), "the smallest that reaches the floor"
+    assert enough == 0 or overlap.step_s(enough - 1) > overlap.floor_s
