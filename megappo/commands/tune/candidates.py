@@ -190,7 +190,7 @@ class Choice:
         """The two halves of an asynchronous run; None if generation and training take turns."""
         if self.plan.config.rollout.max_staleness is None or self.rollout.cost is None:
             return None
-        return Overlap(self.training_s + self.push_s, self.generate_s, self.rollout.cost.longest_s)
+        return Overlap(self.training_s + self.push_s, self.rollout.cost.work_s, self.rollout.cost.total_s)
 
     @property
     def total_s(self) -> float:

@@ -1,8 +1,9 @@
 """Seconds of generation and of the push of weights (trainer/ppo.py, stages 2 and 7), from the layout of the rollout replicas.
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
-scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
-lengths (but in asynchronous runs), reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens of earlier steps are read again as a prompt."""
+scaling transformer inference", section 2). A step waits for a response of the longest length, which other responses do not hold up.
+Not counted: sampling, scheduling beyond a fixed time per token, reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens
+of earlier steps are read again as a prompt."""
 
 from __future__ import annotations
 
@@ -35,11 +36,15 @@ class GenerationCost:
     waves: int
     """Number of such batches."""
     longest_s: float
-    """Of a response of `rollout.max_response_tokens`."""
+    """Until the end of a response of `rollout.drawn_tokens` that begins with the last batch."""
+
+    @property
+    def work_s(self) -> float:
+        return self.prefill_s + self.decode_s
 
     @property
     def total_s(self) -> float:
-        return self.prefill_s + self.decode_s
+        return max(self.work_s, self.longest_s)
 
 
 def vllm_cost(
@@ -76,12 +81,14 @@ def vllm_cost(
     # Only the last token of a prompt needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
-    longest_s = rollout.max_response_tokens * token_s
-    return GenerationCost(prefill, waves * workload.decoded_tokens * token_s, at_once, waves, longest_s)
+    decode = waves * workload.decoded_tokens * token_s
+    longest = (prefill + decode) * (waves - 1) / waves + rollout.drawn_tokens * token_s
+    return GenerationCost(prefill, decode, at_once, waves, longest)
 
 
 class Overlap(NamedTuple):
-    """Seconds of the two halves of an asynchronous run in a step: training with the push, sampling, the longest response."""
+    """Seconds of the two halves of an asynchronous run in a step: training with the push; sampling; until the end of the longest
+    response, if nothing but its step is sampled."""
 
     training_s: float
     sampling_s: float
@@ -95,15 +102,11 @@ class Overlap(NamedTuple):
     def step_s(self, max_staleness: int) -> float:
         """Seconds of a step whose requests begin up to `max_staleness` versions early. Steps are trained on in order, so the
         longest response of each has max_staleness + 1 steps for itself and the training on it."""
-        return max(self.floor_s, self._alone_s / (max_staleness + 1))
+        return max(self.floor_s, (self.longest_s + self.training_s) / (max_staleness + 1))
 
     def enough(self) -> int:
         """The smallest max_staleness that reaches the floor."""
-        return max(0, math.ceil(self._alone_s / self.floor_s - 1e-9) - 1)
-
-    @property
-    def _alone_s(self) -> float:
-        return max(self.longest_s, self.sampling_s) + self.training_s
+        return math.ceil((self.longest_s + self.training_s) / self.floor_s - 1e-9) - 1
 
 
 def _share_of_weights(arch: ModelArch, batch: int) -> float:

@@ -13,7 +13,7 @@ from megappo.commands.plan.run import PlannedRun, plan_run
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload, workload_of
 from megappo.commands.tune.measure import best_measured, check_measurable, measure, measured_facts, measured_lines
-from megappo.commands.tune.placing import Placed, placement_facts, placement_lines, rank_placements
+from megappo.commands.tune.placing import COLOCATED, Placed, Placing, placement_facts, placement_lines, placings, rank_placements
 from megappo.commands.tune.report import name_of, overrides_of, report
 from megappo.commands.tune.search import Search, gpus_needed, larger_worlds
 from megappo.config.batch import step_arithmetic
@@ -57,6 +57,10 @@ def make_search(config: TrainConfig, args: argparse.Namespace) -> Search:
     implementation = choose_implementation(config.model.impl, "cuda" if hardware.is_gpu() else "cpu")
     machine = Machine(gpus, hardware, implementation)
     neutral = neutral_config(config, tuned)
+    if args.placements and config.rollout.max_staleness is not None:
+        # It needs ranks apart, which are to be chosen: any will do for the other checks
+        apart = (one for one in placings(neutral, machine) if one.name != COLOCATED)
+        neutral = next(apart, Placing("", {})).applied(neutral)
     check_config(neutral, explicit_keys(neutral), gpus, machine.device)
     archs = read_archs(config)
     check_layouts(neutral, archs, gpus, implementation)

@@ -21,22 +21,22 @@ def simulated(max_staleness, training_s, slots, lengths):
             ends.append(max(admitted, heapq.heappop(free)) + seconds)
             heapq.heappush(free, ends[-1])
         trained.append(max(trained[-1], *ends) + training_s)
-    half = STEPS // 2
-    return (trained[-1] - trained[half]) / (STEPS - half)
+    counted = STEPS // 2 // (max_staleness + 1) * (max_staleness + 1)  # steps come in bursts of max_staleness + 1
+    return (trained[-1] - trained[-1 - counted]) / counted
 
 
 @pytest.mark.parametrize("training_s, slots", [(60.0, 512), (20.0, 512), (60.0, 32), (10.0, 64)])
-def test_the_formula_is_a_close_bound_of_the_simulated_rule(training_s, slots):
+def test_the_formula_is_within_5_percent_of_the_simulated_rule(training_s, slots):
     def lengths(step):
         chance = random.Random(step)
         return [min(160.0, chance.lognormvariate(2.5, 1.0)) for _ in range(SAMPLES - 1)] + [160.0]
 
     sampling_s = sum(sum(lengths(step)) for step in range(1, STEPS + 1)) / STEPS / slots
-    overlap = Overlap(training_s, sampling_s, 160.0)
+    waits_s = sampling_s * max(0.0, 1 - slots / SAMPLES)
+    overlap = Overlap(training_s, sampling_s, 160.0 + waits_s)
     for max_staleness in range(9):
         found = simulated(max_staleness, training_s, slots, lengths)
-        assert overlap.step_s(max_staleness) <= found * 1.001, "no schedule is faster than the bound"
-        assert found <= overlap.step_s(max_staleness) * 1.25, f"max_staleness {max_staleness}: {found:.1f} s"
+        assert 0.95 < found / overlap.step_s(max_staleness) < 1.05, f"max_staleness {max_staleness}: {found:.1f} s"
     enough = overlap.enough()
     assert overlap.step_s(enough) == pytest.approx(overlap.floor_s), "the smallest that reaches the floor"
     assert enough == 0 or overlap.step_s(enough - 1) > overlap.floor_s

@@ -191,6 +191,7 @@ SETTINGS = [
     ["rollout.engine=megatron", "rollout.kv_cache_gib=null"],
     ["rollout.sleep=all", "rollout.kv_cache_gib=null"],
     ["critic.offload=[parameters,optimizer]", "reference.offload=[parameters]"],
+    ["rollout.max_staleness=2", "algorithm.importance_sampling.type=tis", "rollout.cache_after_push=keep"],
 ]
 
 
