@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="bench_asynchronous", description="Steps with generation beside training, by max_staleness.")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], metavar="K", help="(default: 0 1 2 4)")
     parser.add_argument("--samples", type=int, default=64, help="responses of a step (default: 64)")
-    parser.add_argument("--epochs", type=int, default=2, help="of policy and critic in a step: how long training takes (default: 2)")
+    parser.add_argument(
+        "--epochs", type=int, default=2, help="of policy and critic in a step: how long training takes (default: 2)"
+    )
     parser.add_argument("--steps", type=int, default=16, help=f"of each run, {LEFT_OUT} of them not counted (default: 16)")
     try:
         args = parser.parse_args(argv)
@@ -159,7 +161,7 @@ def report(found: Mapping[str, Timed]) -> str:
     """Format a row for each way. The prediction is from the second: what trains, what samples, and how long the longest takes."""
     apart = found["apart, in turns"]
     training_s = apart.step_s - apart.generate_s
-    # Beside others a response takes as long as alone: as the longest lasts the whole generation, the work is the mean's share of it.
+    # The longest response lasts the whole generation, and others beside it do not hold it up: the work is the mean's share of that.
     mean, longest = apart.lengths
     overlap = Overlap(training_s, apart.generate_s * mean / longest, apart.generate_s)
     rows = []
@@ -170,7 +172,9 @@ def report(found: Mapping[str, Timed]) -> str:
         ages = [f"{one.ages[0]:.2f}", f"{one.ages[1]:.0f}", f"{one.cut:.0f}"] if asynchronous else ["", "", ""]
         rows.append([way, f"{one.step_s:.2f}", f"{apart.step_s / one.step_s:.2f}", predicted, *waits, *ages])
     columns = ["", "step s", "gain", "predicted s", "training waits", "sampler idles", "age mean", "oldest", "cut"]
-    what = f"responses of {mean:.0f} tokens in the mean, {longest:.0f} the longest; taking turns: {training_s:.2f} s training and push"
+    what = (
+        f"responses of {mean:.0f} tokens in the mean, {longest:.0f} the longest; taking turns: {training_s:.2f} s training and push"
+    )
     return "\n".join([f"{what}, {apart.generate_s:.2f} s generation", *table(columns, rows, left=1)])
 
 

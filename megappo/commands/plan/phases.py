@@ -56,6 +56,8 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add("generate", "policy", memory("policy").inferring, "generate")
     for role in filter(here.__contains__, forward_passes(plan.config)):
         add(pass_name(plan.config, role), role, memory(role).inferring)
+    if experience and not here:  # a rank that only generates is given a share of the samples
+        add("advantages", "rollout", 0)
     trained = [role for role in trained_sections(plan.config) if role in here]
     for role in sorted(trained, key=lambda role: role == "policy"):  # PPO's order of updates: the critics first
         add(f"{role} update", role, memory(role).updating)

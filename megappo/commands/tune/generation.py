@@ -1,9 +1,9 @@
 """Seconds of generation and of the push of weights (trainer/ppo.py, stages 2 and 7), from the layout of the rollout replicas.
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
-scaling transformer inference", section 2). A step waits for a response of the longest length, which other responses do not hold up.
-Not counted: sampling, scheduling beyond a fixed time per token, reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens
-of earlier steps are read again as a prompt."""
+scaling transformer inference", section 2). A step waits for a response of the longest length, which others do not hold up. Not
+counted: sampling, scheduling beyond a fixed time per token, reuse of prefixes. Under `rollout.partial_rollout_tokens` the
+tokens of earlier steps are read again as a prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Placements to try: all roles on all ranks, vLLM apart, the critic apart, and the critic with the frozen models apart.
 
 The world is cut in half, between nodes if there are several: the model of the step time cannot tell apart placements that differ by
-less than 15 %, as other shares do. An asynchronous run is tried with vLLM on a quarter, a half and three quarters, and colocated. `search.py` searches each placement; `rank_placements` orders them."""
+less than 15 %, as other shares do. An asynchronous run is tried with vLLM on a quarter, a half and three quarters, and colocated.
+`search.py` searches each placement; `rank_placements` orders them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def test_the_fullest_phase_is_the_peak_of_the_rank(tmp_path, overrides, rank):
     found = phases(plan, rank)
     assert max(phase.total for phase in found) == plan.peak(rank)
     assert {phase.role for phase in found} == {"rollout", *plan.layouts}
-    assert len({phase.rest for phase in found}) == 1, "the same things rest in every phase"
+    resting = {phase.rest - (plan.experience(rank) if phase.name != "generate" else 0) for phase in found}
+    assert len(resting) == 1 and plan.experience(rank) > 0, "the same things rest in every phase, and experience once it is there"
 
 
 def test_the_tightest_phase_of_a_role_is_that_of_its_fullest_rank(tmp_path):
@@ -114,6 +115,7 @@ def test_what_sleeps_of_vllm_is_there_when_it_generates(tmp_path, sleep, held):
     bytes_of = {"w": plan.rollout.weights, "c": plan.rollout.kv_cache, "-": 0}
     assert plan.rollout.weights > 0 and plan.rollout.kv_cache > 0
     generate, train, pushed = (trainer + sum(bytes_of[letter] for letter in letters) for letters in held.split())
+    train, pushed = train + plan.experience(0), pushed + plan.experience(0)
     for phase in phases(plan, 0):
         after = phase.name.startswith("push") or phase.name.endswith("checkpoint")
         assert phase.rest == (generate if phase.name == "generate" else pushed if after else train), phase.name
@@ -270,9 +272,10 @@ def test_the_reserve_is_a_line_of_its_own_and_in_every_phase(tmp_path):
     plan, cpu = planned(path, []), planned(path, [], device="cpu")
     assert plan.reserve > 0 == cpu.reserve
     text = report(plan)
-    assert "\n  reserve    -" in text and "CUDA context and NCCL" in text and "\n  reserve" not in report(cpu)
+    assert "\n  reserve     -" in text and "CUDA context and NCCL" in text and "\n  reserve" not in report(cpu)
     at_rest = plan.rollout_bytes() + sum(plan.stage(role, 0).resident for role in plan.layouts)
-    assert {phase.rest for phase in phases(plan, 0)} == {at_rest + plan.reserve}
+    first, *others = (phase.rest for phase in phases(plan, 0))
+    assert first == at_rest + plan.reserve and set(others) == {first + plan.experience(0)}
 
 
 def test_vllm_is_refused_a_share_of_what_is_not_free_when_it_starts(tmp_path):

@@ -1,4 +1,4 @@
-"""Seconds of an asynchronous step in the tuner, held against a simulation of the rule by which steps are admitted and trained on."""
+"""Seconds of an asynchronous step in the tuner, held against a simulation of the rule by which steps begin and are trained on."""
 
 from __future__ import annotations
 

@@ -191,7 +191,6 @@ SETTINGS = [
     ["rollout.engine=megatron", "rollout.kv_cache_gib=null"],
     ["rollout.sleep=all", "rollout.kv_cache_gib=null"],
     ["critic.offload=[parameters,optimizer]", "reference.offload=[parameters]"],
-    ["rollout.max_staleness=2", "algorithm.importance_sampling.type=tis", "rollout.cache_after_push=keep"],
 ]
 
 
@@ -208,6 +207,25 @@ def test_every_placement_is_one_that_the_plan_takes(tmp_path, overrides):
             config = load_config(path, [f"run.num_ranks={world}", *overrides, *one.overrides()])
             assert next(problems(config, explicit_keys(config), world), None) is None, one.name
             assert one.applied(search.config) == config
+
+
+def test_an_asynchronous_run_is_tried_with_splits_and_beside_taking_turns(tmp_path):
+    given = ["rollout.max_staleness=2", "algorithm.importance_sampling.type=tis"]
+    path = write_run(tmp_path)
+    for world, splits in ((2, ["1"]), (8, ["2-7", "4-7", "6-7"]), (32, ["8-31", "16-31", "24-31"])):
+        search = search_of(path, given, world=world)
+        found = list(placings(search.config, search.machine))
+        assert sorted(one.name for one in found) == ["colocated", *sorted(f"rollout on {ranks}" for ranks in splits)]
+        for one in found:
+            config = load_config(path, [f"run.num_ranks={world}", *given, *one.overrides()])
+            assert next(problems(config, explicit_keys(config), world), None) is None, one.name
+            assert one.applied(search.config) == config
+            assert config.rollout.max_staleness == (None if one.name == "colocated" else 2)
+    choices = {one.placing.name: one.choice for one in ranked(search)}
+    apart = choices["rollout on 16-31"]
+    assert apart is not None and apart.rollout.cost is not None
+    training_s = apart.training_s + apart.push_s
+    assert apart.total_s == pytest.approx(max(training_s, apart.rollout.cost.work_s, (apart.generate_s + training_s) / 3))
 
 
 def test_a_critic_that_is_not_built_is_placed_nowhere(tmp_path):
