@@ -51,8 +51,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _require_replayable(args: argparse.Namespace, staleness: int | None) -> None:
     if staleness is None:
-        raise ConfigError(
-            f"--replay {args.replay}: rollout.max_staleness is null, and a synchronous run repeats by itself; leave it out"
-        )
+        raise ConfigError(f"--replay {args.replay}: rollout.max_staleness is null, and such a run repeats by itself; leave it out")
     if args.max_restarts:
         raise ConfigError(f"--replay {args.replay}: use it without --max-restarts; a replay that fails would fail again")

@@ -282,6 +282,17 @@ def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, mo
     assert code == 2 and "--max-restarts 2: these ranks were started by torchrun or srun" in err
 
 
+def test_a_replay_is_of_an_asynchronous_run_without_restarts(tmp_path, capsys, outside_a_launcher):
+    path, before = write_run(tmp_path), "megappo: --replay runs/x: "
+    assert run(capsys, "train", path, "--replay", "runs/x") == (
+        2,
+        "",
+        f"{before}rollout.max_staleness is null, and such a run repeats by itself; leave it out\n",
+    )
+    code, _, err = run(capsys, "train", path, "rollout.max_staleness=1", "--replay", "runs/x", "--max-restarts", "1")
+    assert (code, err) == (2, f"{before}use it without --max-restarts; a replay that fails would fail again\n")
+
+
 def test_plan_prints_for_other_machines(tmp_path, capsys, outside_a_launcher):
     path = write_run(tmp_path)
     code, out, _ = run(capsys, "plan", path, "run.num_ranks=null", "--world-size", "8", "--gpu-memory-gib", "80")
