@@ -117,7 +117,8 @@ class Accounts(Extra):
         training, rollout = (self._waited[name.value] / seconds for name in (Metric.WAITED, Metric.ROLLOUT_IDLE))
         half = "training" if training > max(rollout, IDLE_SHARE) else "rollout" if rollout > IDLE_SHARE else ""
         if half != self._said and half:
-            share, fix = max(training, rollout), "raise rollout.max_staleness or give it fewer ranks"
-            fix = "raise rollout.max_staleness, or move ranks to rollout.ranks" if half == "training" else fix
-            self._log.note(f"the {half} half waits {share:.0%} of the time for the other: {fix}")
+            # With both waiting in turn more steps in flight help; with one the other is slower.
+            fix = f"move ranks {'to' if half == 'training' else 'from'} rollout.ranks"
+            fix = "raise rollout.max_staleness" if min(training, rollout) > IDLE_SHARE else fix
+            self._log.note(f"the {half} half waits {max(training, rollout):.0%} of the time for the other: {fix}")
         self._said = half

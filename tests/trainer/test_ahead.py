@@ -88,6 +88,11 @@ def test_the_console_hears_once_which_half_waits_and_what_would_help() -> None:
         steps(0.03, 0.0)
         steps(0.04, 0.0)
         steps(0.0, 0.05)
-    training, rollout = said
-    assert training.startswith("the training half waits 30% of the time for the other: raise rollout.max_staleness")
-    assert rollout.startswith("the rollout half waits 50% of the time")
+        steps(0.0, 0.0)
+        steps(0.03, 0.04)
+    start = "half waits {} of the time for the other: {}"
+    assert said == [
+        "the training " + start.format("30%", "move ranks to rollout.ranks"),
+        "the rollout " + start.format("50%", "move ranks from rollout.ranks"),
+        "the rollout " + start.format("40%", "raise rollout.max_staleness"),
+    ]
