@@ -3,13 +3,13 @@ which is the caller's default process group."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.rollout.snapshot import packed, unpacked
 from megappo.rollout.types import Response
 
 Figures = Mapping[str, float]
@@ -21,14 +21,14 @@ def give_responses(responses: Sequence[Response], count: int, figures: Figures, 
     shares: list[list[Response]] = [[] for _ in range(training_ranks)]
     for response in responses:
         shares[_owner(response.number, count, training_ranks)].append(response)
-    exchanged({rank: pickle.dumps((share, figures)) for rank, share in enumerate(shares)})
+    exchanged({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)})
 
 
 def take_responses() -> tuple[list[Response], list[Figures]]:
     """Return this training rank's responses, by number, and the figures of every replica."""
-    pairs = [pickle.loads(part) for _, part in sorted(exchanged({}).items())]
-    responses = [response for share, _ in pairs for response in share]
-    return sorted(responses, key=lambda one: one.number), [figures for _, figures in pairs]
+    parts = [unpacked(part) for _, part in sorted(exchanged({}).items())]
+    responses = [response for _, _, share in parts for response in share]
+    return sorted(responses, key=lambda one: one.number), [figures for figures, _, _ in parts]
 
 
 def take_snapshots(leaders: Sequence[int]) -> dict[int, bytes]:

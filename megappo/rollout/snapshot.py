@@ -30,47 +30,57 @@ class Snapshot:
     finished: Sequence[Response]
 
     def encoded(self) -> bytes:
-        """Return a file's content: JSON and columns of all tokens, nothing pickled."""
-        samples = [(number, "", drawn) for number, drawn in self.running.items()]
-        samples += [(one.number, one.finish, Drawn(one.segments, () if one.kept is None else (one.kept,))) for one in self.finished]
-        segments = [segment for _, _, drawn in samples for segment in drawn.segments]
-        kept = [KeptIds.joined(drawn.kept) for _, _, drawn in samples]
-        facts = {
-            "of": [self.replica, self.num_evaluations, self.engine_step, self.num_events],
-            "samples": [(number, finish, len(drawn.segments)) for number, finish, drawn in samples],
-            "segments": [(len(segment.tokens), segment.version) for segment in segments],
-            "kept": [None if one is None else (len(one.counts), len(one.ids)) for one in kept],
-        }
-        file = io.BytesIO()
-        numpy.savez(
-            file,
-            facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8),
-            tokens=_joined([one.tokens for one in segments], numpy.int32),
-            logprobs=_joined([one.logprobs for one in segments], numpy.float32),
-            counts=_joined([one.counts for one in kept if one is not None], numpy.int32),
-            ids=_joined([one.ids for one in kept if one is not None], numpy.int32),
-        )
-        return file.getvalue()
+        of = [self.replica, self.num_evaluations, self.engine_step, self.num_events]
+        return packed(of, self.running, self.finished)
 
     @classmethod
     def decoded(cls, data: bytes) -> Snapshot:
-        """Read `encoded`. ValueError if it is something else."""
-        with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
-            facts: Any = json.loads(file["facts"].tobytes())
-            take = {name: _Column(file[name]) for name in _COLUMNS}
-        tokens, logprobs = take["tokens"], take["logprobs"]
-        segments = iter([Segment(tokens(length), logprobs(length), version) for length, version in facts["segments"]])
-        running: dict[int, Drawn] = {}
-        finished: list[Response] = []
-        for (number, finish, count), sizes in zip(facts["samples"], facts["kept"], strict=True):
-            parts = tuple(next(segments) for _ in range(count))
-            kept = None if sizes is None else KeptIds(take["counts"](sizes[0]), take["ids"](sizes[1]))
-            if finish:
-                finished.append(Response(number, parts, cast(Literal["stop", "length"], finish), kept))
-            else:
-                running[number] = Drawn(parts, () if kept is None else (kept,))
-        replica, num_evaluations, engine_step, num_events = facts["of"]
+        (replica, num_evaluations, engine_step, num_events), running, finished = unpacked(data)
         return cls(replica, num_evaluations, engine_step, num_events, running, finished)
+
+
+def packed(about: Any, running: Mapping[int, Drawn], finished: Sequence[Response]) -> bytes:
+    """Return JSON and columns of all tokens, nothing pickled. about: JSON value that goes with them. running, finished: as in
+    `Snapshot`."""
+    samples = [(number, "", drawn) for number, drawn in running.items()]
+    samples += [(one.number, one.finish, Drawn(one.segments, () if one.kept is None else (one.kept,))) for one in finished]
+    segments = [segment for _, _, drawn in samples for segment in drawn.segments]
+    kept = [KeptIds.joined(drawn.kept) for _, _, drawn in samples]
+    facts = {
+        "about": about,
+        "samples": [(number, finish, len(drawn.segments)) for number, finish, drawn in samples],
+        "segments": [(len(segment.tokens), segment.version) for segment in segments],
+        "kept": [None if one is None else (len(one.counts), len(one.ids)) for one in kept],
+    }
+    file = io.BytesIO()
+    numpy.savez(
+        file,
+        facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8),
+        tokens=_joined([one.tokens for one in segments], numpy.int32),
+        logprobs=_joined([one.logprobs for one in segments], numpy.float32),
+        counts=_joined([one.counts for one in kept if one is not None], numpy.int32),
+        ids=_joined([one.ids for one in kept if one is not None], numpy.int32),
+    )
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> tuple[Any, dict[int, Drawn], list[Response]]:
+    """Return the arguments of `packed`. ValueError if the bytes are something else."""
+    with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
+        facts: Any = json.loads(file["facts"].tobytes())
+        take = {name: _Column(file[name]) for name in _COLUMNS}
+    tokens, logprobs = take["tokens"], take["logprobs"]
+    segments = iter([Segment(tokens(length), logprobs(length), version) for length, version in facts["segments"]])
+    running: dict[int, Drawn] = {}
+    finished: list[Response] = []
+    for (number, finish, count), sizes in zip(facts["samples"], facts["kept"], strict=True):
+        parts = tuple(next(segments) for _ in range(count))
+        kept = None if sizes is None else KeptIds(take["counts"](sizes[0]), take["ids"](sizes[1]))
+        if finish:
+            finished.append(Response(number, parts, cast(Literal["stop", "length"], finish), kept))
+        else:
+            running[number] = Drawn(parts, () if kept is None else (kept,))
+    return facts["about"], running, finished
 
 
 class _Column:
