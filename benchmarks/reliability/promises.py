@@ -81,6 +81,17 @@ PROMISES = (
         ),
     ),
     Promise(
+        "R8",
+        "An asynchronous run loses no response in flight and trains on none twice; on its log of events it is repeated to the bit",
+        (
+            "tests/trainer/test_asynchronous.py::test_a_resume_on_the_events_of_a_run_is_that_run",
+            "tests/trainer/test_asynchronous.py::test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so",
+            "tests/rollout/test_server.py::test_two_replicas_requests_go_on_in_one_exactly_once",
+        ),
+        "",
+        "GPUs; the loss of one replica ends the run",
+    ),
+    Promise(
         "F1",
         "A rank that is killed costs a restart of all ranks from the newest valid checkpoint: noticed in 2 s, next step in 30 s",
         (
@@ -330,7 +341,7 @@ PROMISES = (
         (
             "tests/rewards/test_remote.py::test_a_wrong_answer_ends_the_run_at_once",
             "tests/rewards/test_remote.py::test_a_redirect_is_not_followed_even_to_the_same_host",
-            "tests/rewards/test_remote.py::test_the_cap_is_of_bytes_and_can_be_raised",
+            "tests/rewards/test_remote.py::test_the_cap_is_of_bytes_and_has_room_for_a_score_of_every_token",
             "tests/rewards/test_remote.py::test_the_token_is_sent_and_said_nowhere",
         ),
     ),

@@ -49,7 +49,7 @@ class Wire:
     def meet(self, device: torch.device) -> None:
         """Wait for all ranks, on the host, before exchanges on a device: these have a short limit, and a rank may have had a longer
         pass than others. Collective over the group."""
-        if self._group is not None and device.type != "cpu":
+        if device.type != "cpu" and self._group is not None:
             dist.all_reduce(torch.zeros(1), group=self._group)
 
 

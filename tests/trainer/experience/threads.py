@@ -22,9 +22,6 @@ class ThreadWire(Wire):
         self._place, self._barrier, self._letters = place, barrier, letters
         self.bytes_sent = 0
 
-    def meet(self, device: torch.device) -> None:
-        """Do nothing: the barrier of an exchange waits for every thread."""
-
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
         for place, part in enumerate(sent.split(list(sent_counts))):
             self._letters[self._place, place] = part
