@@ -33,9 +33,11 @@ PROMISES = (
     ),
     Promise(
         "R2",
-        "A run resumed inside an epoch takes the prompts that follow, also a second time",
+        "A run resumed inside an epoch takes the prompts that follow, also a second time; an asynchronous one loses nothing in flight",
         (
             "tests/trainer/test_recipes.py::test_a_resumed_run_takes_the_prompts_that_follow",
+            "tests/trainer/test_asynchronous.py::test_a_resume_on_the_events_of_a_run_is_that_run",
+            "tests/trainer/test_asynchronous.py::test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so",
             "tests/benchmarks/test_chaos.py::test_a_run_under_faults_ends_with_the_bits_of_a_clean_one",
         ),
     ),
@@ -79,17 +81,6 @@ PROMISES = (
             "tests/trainer/test_checkpoints.py::test_the_first_step_after_a_resume_has_the_ratios_and_the_kl_of_the_run_that_was_not_stopped",
             "tests/parity/test_replay.py::test_the_first_mini_batch_of_a_step_has_a_ratio_of_one",
         ),
-    ),
-    Promise(
-        "R8",
-        "An asynchronous run loses no response in flight and trains on none twice; on its log of events it is repeated to the bit",
-        (
-            "tests/trainer/test_asynchronous.py::test_a_resume_on_the_events_of_a_run_is_that_run",
-            "tests/trainer/test_asynchronous.py::test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so",
-            "tests/rollout/test_server.py::test_two_replicas_requests_go_on_in_one_exactly_once",
-        ),
-        "",
-        "GPUs; the loss of one replica ends the run",
     ),
     Promise(
         "F1",
