@@ -33,7 +33,7 @@ PROMISES = (
     ),
     Promise(
         "R2",
-        "A run resumed inside an epoch takes the prompts that follow, also a second time; an asynchronous one loses nothing in flight",
+        "A run resumed inside an epoch takes the prompts that follow, also a second time; none that is in flight is lost",
         (
             "tests/trainer/test_recipes.py::test_a_resumed_run_takes_the_prompts_that_follow",
             "tests/trainer/test_asynchronous.py::test_a_resume_on_the_events_of_a_run_is_that_run",

@@ -295,7 +295,7 @@ class Killed(BaseException):
 
 
 def run_turns(
-    rank: int, folder: Path, name: str, wrap: Any = None, resume: bool = False, killed_in: int = 0, **changes: Any
+    rank: int, folder: Path, name: str, wrap: Any = lambda engine: engine, resume: bool = False, killed_in: int = 0, **changes: Any
 ) -> list[dict[str, Any]]:
     """What stage 5 made of each step of a run, in `folder`, on all its samples. killed_in: of the steps of this call, the one in
     which all ranks end, once it has generated; 0 for none."""
