@@ -142,8 +142,8 @@ def best_of_failed_saves() -> list[tuple[int, Any, Any]]:
     class Disk:
         pending = None
 
-        def save(self, step: int, *rest: Any) -> None:
-            held = rest[-1].get("best", {}).get("step")
+        def save(self, step: int, models: Any, components: Any, facts: Any, files: Any) -> None:
+            held = facts.get("best", {}).get("step")
             if step in (1, 3):
                 raise SaveFailed("No space left on device")
             events.append((step, held, None))
