@@ -63,9 +63,9 @@ class Source:
         start = methods.get("__init__")
         given = [] if start is None else [*start.args.args, *start.args.kwonlyargs]
         parts = dict(_annotated((one.arg, one.annotation) for one in given if one.annotation is not None))
-        if parts.get("run") == "Run":  # its parts are those of the class too
-            run = source_of(modules["Run"], "Run")
-            modules, parts = {**run.modules, "Steps": modules["Run"], **modules}, {**run.fields, **parts}
+        for whole in sorted({"Run", "Sampler"} & {*parts.values()}):  # its parts are those of the class too
+            held = source_of(modules[whole], whole)
+            modules, parts = {**held.modules, "Steps": modules[whole], **modules}, {**held.fields, **parts}
         return cls(modules, {key: found for key, found in parts.items() if found in modules}, methods, fields)
 
     def part(self, owner: ast.expr) -> str | None:

@@ -155,7 +155,8 @@ def stage_5(kernels: Any) -> Callable[[], str]:
 
         algorithm = AlgorithmConfig(gamma=0.99, lam=0.95, lam_value=1.0, bootstrap_truncated=True)
         dispatch.select(kernels, "cuda")
-        shaped = advantages_of(host_batch().to("cuda"), torch.ones(len(LENGTHS)), 0.05, algorithm)
+        with no_data():
+            shaped = advantages_of(host_batch().to("cuda"), torch.ones(len(LENGTHS)), 0.05, algorithm)
         return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cuda")
 
     return check
