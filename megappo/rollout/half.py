@@ -22,6 +22,8 @@ from megappo.telemetry.metrics import Metric
 
 EVALUATION = "evaluation/"
 """Start of the names of batches that are no step's."""
+CANARY = "canary/"
+"""Start of the names of batches that are drawn to be judged."""
 IN_FLIGHT = "rollout-{}.bin"
 """File of a checkpoint with what a replica has drawn and not handed over."""
 
@@ -58,6 +60,10 @@ class RolloutHalf(RolloutElsewhere):
         """Let the responses of a step begin. rows: its prompts in the data."""
         self._channel.tell("requests", step=step, rows=list(rows))
 
+    def ask_canary(self, step: int, rows: Sequence[int]) -> None:
+        """Let a few sequences begin before all that waits, under the weights before `step`: batch CANARY + step."""
+        self._channel.tell("canary", key=f"{CANARY}{step}", step=step, rows=list(rows))
+
     def restore(self, step: int, rows: Mapping[int, Sequence[int]]) -> None:
         """Go on with what the checkpoint of `step` has in flight, if it was made by an asynchronous run. rows: step -> its prompts
         in the data."""
@@ -78,9 +84,9 @@ class RolloutHalf(RolloutElsewhere):
         return found
 
     def take(self, batch: str) -> list[Response]:
-        """Wait for a batch, and return the responses that this rank answers for. Collective over all ranks. batch: `step/N`, or
-        `evaluation/SET`, which begins now and is drawn by the last pushed weights alone. RankIsLate and HalfFailed as
-        `Channel.wait_for`."""
+        """Wait for a batch, and return the responses that this rank answers for. Collective over all ranks. batch: `step/N`,
+        `canary/N`, or `evaluation/SET`, which begins now and is drawn by the last pushed weights alone. RankIsLate and HalfFailed
+        as `Channel.wait_for`."""
         key = batch
         if batch.startswith(EVALUATION):
             name = batch.removeprefix(EVALUATION)
@@ -94,7 +100,7 @@ class RolloutHalf(RolloutElsewhere):
         with self._outside():
             responses, of_replicas = take_responses()
         self._channel.met()
-        if key == batch:
+        if key == batch and not batch.startswith(CANARY):
             self.figures = {**self._ages(responses), Metric.WAITED.value: waited, **_figures(of_replicas)}
         return responses
 

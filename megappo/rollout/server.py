@@ -23,6 +23,7 @@ from megappo.rollout.vllm_outputs import Drawn
 _IDLE_S = 0.002  # between looks for messages; one look at the store takes 0.1 ms
 _MEETINGS = {"push", "hand_over", "snapshot", "stop"}
 _FIRST_EVALUATION = 10**6  # batches below are steps
+_FIRST_CANARY = 2 * 10**6  # by their steps, so that a resume draws them again under the numbers of the log
 _OF_PUSH = ("requests_cut", "tokens_recomputed")
 _COUNTED = ("idle_s", "engine_steps", *_OF_PUSH)
 
@@ -30,11 +31,12 @@ _COUNTED = ("idle_s", "engine_steps", *_OF_PUSH)
 @dataclass(frozen=True)
 class RequestSource:
     """Builds the requests that messages name, the same on all ranks. of_step: of a step and the rows of its prompts.
-    of_evaluation: of a set, with its sampling. sampling: of training."""
+    of_evaluation: of a set, with its sampling. sampling: of training. of_canary: of a step and rows, with its sampling."""
 
     of_step: Callable[[int, Sequence[int]], Sequence[Request]]
     of_evaluation: Callable[[str], tuple[Sequence[Request], SamplingParams]]
     sampling: SamplingParams
+    of_canary: Callable[[int, Sequence[int]], tuple[Sequence[Request], SamplingParams]]
 
 
 @dataclass
@@ -130,7 +132,10 @@ class _Server:
                 case {"kind": "requests", "step": step, "rows": rows}:
                     self._admit(step, rows)
                 case {"kind": "evaluation", "key": key, "set": name}:
-                    self._evaluate(key, name)
+                    self._begin_first(_FIRST_EVALUATION + self._num_evaluations, key, *self._source.of_evaluation(name))
+                    self._num_evaluations += 1
+                case {"kind": "canary", "key": key, "step": step, "rows": rows}:
+                    self._begin_first(_FIRST_CANARY + step, key, *self._source.of_canary(step, rows))
                 case {"kind": "restore", "path": path, "steps": steps}:
                     self._restore(path, {int(step): rows for step, rows in steps.items()})  # JSON's keys are text
                 case other:
@@ -204,11 +209,9 @@ class _Server:
 
     # --------------------------------------------------------------------------------------------------------- messages
 
-    def _evaluate(self, key: str, name: str) -> None:
-        """Put an evaluation before all that waits. No push is sent before it is handed over, so one version draws all of it."""
-        requests, sampling = self._source.of_evaluation(name)
-        self._waiting[:0] = self._open(_FIRST_EVALUATION + self._num_evaluations, key, requests, sampling)
-        self._num_evaluations += 1
+    def _begin_first(self, number: int, key: str, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Put a batch before all that waits. No push is sent before it is handed over, so one version draws all of it."""
+        self._waiting[:0] = self._open(number, key, requests, sampling)
 
     def _admit(self, step: int, rows: Sequence[int]) -> None:
         self._waiting += self._open(step, f"step/{step}", self._source.of_step(step, rows), self._source.sampling)

@@ -195,6 +195,8 @@ class Metric(_Named):
 
     PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer"
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
+    CANARY_MEAN = "rollout/canary_prob_diff_mean", "mean of a few sequences drawn right after the push (rollout.max_staleness)"
+    CANARY_MAX = "rollout/canary_prob_diff_max", "their largest difference"
     AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response, in steps"
     AGE_MAX = "rollout/age_max", "oldest such weights, steps"
     KEPT_IDS = "rollout/top_k_ids", "mean number of ids that top-k and top-p left"

@@ -6,22 +6,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
-from megappo.rollout.half import RolloutHalf
-from megappo.rollout.types import Request
+from megappo.rollout.half import CANARY, RolloutHalf
+from megappo.rollout.types import Request, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.experience.collect import requests_of_step
+from megappo.trainer.build_roles import Roles
+from megappo.trainer.experience.collect import canary_requests, collect, requests_of_step
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
+from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prompt_source import PromptSource
 from megappo.trainer.report import StepRecord
+from megappo.trainer.sampler_check import compare_with_sampler, require_agreement, require_version
 
 IDLE_SHARE, IDLE_STEPS = 0.2, 10
 """Share of the time that a half may wait without a line about it, over so many steps."""
+CANARY_SEQUENCES, CANARY_TOKENS = 4, 32
 
 
 class AheadLoader(PromptLoader):
@@ -75,14 +82,50 @@ class AheadLoader(PromptLoader):
         self.left_out = Counter(ledger.get("left_out", {}))
 
 
+def canary_sampling(training: SamplingParams) -> SamplingParams:
+    return replace(training, max_tokens=min(CANARY_TOKENS, training.max_tokens))
+
+
+class Canary(Extra):
+    """Judges the sampler by a few sequences that are drawn right after a push. A step that began earlier cannot serve: most of its
+    tokens, or all, are of older weights. Prompts are the step's own, so that a cached prefix of older weights would be found.
+    sampling: of training. limit: `rollout.max_prob_diff`."""
+
+    def __init__(self, half: RolloutHalf, roles: Roles, device: torch.device, sampling: SamplingParams, limit: float) -> None:
+        self._half, self._device, self._sampling, self._limit = half, device, sampling, limit
+        self._roles = replace(roles, shares={"policy": roles.shares["policy"]})
+        self._requests: Sequence[Request] = ()  # of this step
+
+    def ask(self, prompts: Sequence[Prompt], rows: Sequence[int], seed: int, step: int) -> None:
+        """Let them begin: at least one for each replica of the policy. rows: prompts of the step in the data."""
+        count = max(CANARY_SEQUENCES, self._roles.shares["policy"].count)
+        taken = [rows[place % len(rows)] for place in range(count)]
+        self._requests = canary_requests(prompts, taken, seed, step)
+        self._half.ask_canary(step, taken)
+
+    def before_updates(self, record: StepRecord) -> None:
+        """Compare under the pushed weights. Collective over the world. SamplerMismatch on every rank."""
+        requests, self._requests = self._requests, ()
+        if not requests:
+            return
+        step, sampler = record.step, record.rollout.sampler
+        drawn = collect(requests, self._half.take(f"{CANARY}{step}"), with_top_k_ids=self._sampling.top_k_width > 0)
+        require_version(drawn.table, step, 1, sampler)
+        found = compare_with_sampler(add_model_outputs(drawn.to(self._device), self._roles).batch, self._sampling)
+        require_agreement(found, self._limit, step, sampler, which=f" of the sequences drawn after push {step - 1}")
+        record.figures |= {Metric.CANARY_MEAN.value: found.mean, Metric.CANARY_MAX.value: found.max}
+
+
 class AheadSource(PromptSource):
     """Source of an asynchronous run's requests, which the rollout half makes from the same rows."""
 
-    def __init__(self, prompts: Sequence[Prompt], loader: AheadLoader, seed: int, half: RolloutHalf) -> None:
+    def __init__(self, prompts: Sequence[Prompt], loader: AheadLoader, seed: int, half: RolloutHalf, canary: Canary) -> None:
         super().__init__(prompts, loader, loader.n, seed)
-        self._ahead, self._half = loader, half
+        self._ahead, self._half, self._canary = loader, half, canary
 
     def draw(self, step: int, num_rows: int, num_before: int) -> tuple[Sequence[int], Sequence[Request]]:
+        if (begun := self._ahead.rows.get(step)) is not None:  # else the newest weights draw all of it, and it is judged itself
+            self._canary.ask(self.prompts, begun, self.seed, step)
         for one, rows in self._ahead.admit(step).items():
             self._half.ask(one, rows)
         rows = self._ahead.rows.pop(step)

@@ -25,7 +25,7 @@ from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.ahead import Accounts, AheadLoader, AheadSource
+from megappo.trainer.ahead import Accounts, AheadLoader, AheadSource, Canary
 from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
@@ -166,17 +166,18 @@ def build_ppo(
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
+    ahead: list[Extra] = []
     if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
-        source = AheadSource(data.train.prompts, data.loader, config.run.seed, rollout)
+        canary = Canary(rollout, roles, models.device, sampling, config.rollout.max_prob_diff)
+        source = AheadSource(data.train.prompts, data.loader, config.run.seed, rollout, canary)
+        ahead = [canary, Accounts(data.loader, log)]
     else:
         source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
     sampler = Sampler(rollout, sampling, data.tokenizer, scorer)
     greedy = [GreedyBaseline(sampler)] if config.algorithm.estimator.type == "remax" else []
     rules = VerdictRules(config.reward.max_without_verdict, config.reward.above_max, config.algorithm.compares_groups)
     rollout_side = RolloutSide(config.rollout, sampler, roles.policy, source, extras=greedy, rules=rules)
-    extras = extras_of_updates(config, models, refresh, run)
-    if isinstance(data.loader, AheadLoader):
-        extras.append(Accounts(data.loader, log))
+    extras = [*ahead, *extras_of_updates(config, models, refresh, run)]  # a canary raises before others change the state
     if config.telemetry.trajectories_every:
         extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))
     if config.telemetry.histogram_interval:

@@ -25,9 +25,9 @@ from megappo.rollout.half import IN_FLIGHT, RolloutHalf
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Request, RolloutEngine, SamplingParams
 from megappo.runtime.ending import input_accepted
-from megappo.trainer.ahead import AheadLoader
+from megappo.trainer.ahead import AheadLoader, canary_sampling
 from megappo.trainer.assembly import Claimed
-from megappo.trainer.experience.collect import evaluation_requests, requests_of_step
+from megappo.trainer.experience.collect import canary_requests, evaluation_requests, requests_of_step
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.sampling import rollout_of, sampling_of_set, sampling_params
 
@@ -119,7 +119,13 @@ def _source_of(config: TrainConfig, data: RunData) -> RequestSource:
         prompts, settings = sets[name].prompts.prompts, sets[name].settings
         return evaluation_requests(prompts, settings.n, seed, name), sampling_of_set(settings, sampling)
 
-    return RequestSource(lambda step, rows: requests_of_step(data.train.prompts, rows, n, seed, step), of_evaluation, sampling)
+    def of_canary(step: int, rows: Sequence[int]) -> tuple[Sequence[Request], SamplingParams]:
+        return canary_requests(data.train.prompts, rows, seed, step), canary_sampling(sampling)
+
+    def of_step(step: int, rows: Sequence[int]) -> Sequence[Request]:
+        return requests_of_step(data.train.prompts, rows, n, seed, step)
+
+    return RequestSource(of_step, of_evaluation, sampling, of_canary)
 
 
 def _in_flight_of(checkpoint: str) -> list[bytes]:

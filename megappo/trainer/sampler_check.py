@@ -93,14 +93,16 @@ def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> 
     return torch.stack([difference.new_full((), len(sampled)), difference.sum()]), most
 
 
-def require_agreement(agreement: Agreement, limit: float, step: int, engine: str, age: int = 0) -> None:
+def require_agreement(agreement: Agreement, limit: float, step: int, engine: str, age: int = 0, which: str = "") -> None:
     """Raise SamplerMismatch above the limit (`rollout.max_prob_diff`).
-    age: steps since the weights of the oldest sample; older weights may differ, so then only a non-finite value raises."""
+    age: steps since the weights of the oldest sample; older weights may differ, so then only a non-finite value raises.
+    which: the sequences, if they are not the step's."""
     # NaN compares false with any number and must not pass.
     too_far = age == 0 and not agreement.mean <= limit
     if too_far or not (math.isfinite(agreement.mean) and math.isfinite(agreement.max)):
         raise SamplerMismatch(
-            f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "
-            f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed "
-            "wrongly, another dtype (rollout.dtype, policy.logits_dtype), a rope or norm one side ignores, a stale prefix cache"
+            f"step {step}: {engine} and the trainer disagree on sampled tokens{which}: "
+            f"mean |probability difference| {agreement.mean:.4f} (max {agreement.max:.4f}) is above "
+            f"rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed wrongly, another dtype (rollout.dtype, "
+            "policy.logits_dtype), a rope or norm one side ignores, a stale prefix cache"
         )

@@ -65,7 +65,7 @@ def of_evaluation(name: str) -> tuple[list[Request], SamplingParams]:
     return [Request(i, prompt(100 + i), i, i) for i in range(6)], GREEDY
 
 
-SOURCE = RequestSource(of_step, of_evaluation, SAMPLING)
+SOURCE = RequestSource(of_step, of_evaluation, SAMPLING, lambda step, rows: (of_step(step, rows), SAMPLING))
 
 
 # ------------------------------------------------------------------------------------------------------------- in the world
@@ -295,7 +295,7 @@ def test_an_evaluation_is_drawn_by_one_version_beside_what_runs(world):
     channel: Any = SimpleNamespace(announce=None)
     server = _Server(engine, channel, SOURCE, 1, EventLog(None, HEADER), lambda path: [])
     server._admit(1, rows_of(1))
-    server._evaluate("evaluation/0/held out", "held out")
+    server._begin_first(_FIRST_EVALUATION, "evaluation/0/held out", *of_evaluation("held out"))
     server._begin()
     first = _FIRST_EVALUATION * BATCH
     assert submitted == [first, first + 2, first + 4, BATCH], "before what waits, each on its replica"

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from megappo.rewards.compose import RewardError
 from megappo.rollout.channel import Channel
 from megappo.rollout.server import _Server
 from megappo.rollout.subworld import SubWorld
+from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.runtime.ending import StopRequest
 from megappo.trainer import main, rollout_side
@@ -154,6 +156,19 @@ def with_cursor_only() -> Iterator[None]:
         self.asked, self.trained = state["ledger"]["asked"], state["ledger"]["trained"]
 
     with mock.patch.object(AheadLoader, "load_state_dict", load):
+        yield
+
+
+@contextmanager
+def warmer_from(version: int) -> Iterator[None]:
+    """Sample at a higher temperature than the run's, of which the trainer knows nothing, once these weights were pushed."""
+    plain = VllmEngine._vllm_sampling
+
+    def sampling(self: VllmEngine, asked: SamplingParams, request: Request) -> Any:
+        assert self._version is not None
+        return plain(self, replace(asked, temperature=2.0) if self._version >= version else asked, request)
+
+    with mock.patch.object(VllmEngine, "_vllm_sampling", sampling):
         yield
 
 

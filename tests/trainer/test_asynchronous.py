@@ -26,12 +26,14 @@ from tests.trainer.asynchronous_runs import (
     run,
     run_synchronous,
     stopping_after,
+    warmer_from,
     with_cursor_only,
 )
 from tests.trainer.small_run import set_keys, write_small_task
 from tests.worlds import spawn_world
 
 STALENESS, STEPS = 2, 6
+NOISE = 2e-6  # in a probability, fp32
 # Metrics of asynchronous runs alone, and those that the placement decides.
 OWN = ("rollout/push_bytes", "rollout/running", "rollout/requests_cut", "rollout/tokens_recomputed", "rollout/token_age")
 
@@ -57,6 +59,9 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         found["lossy"] = ended_by(lambda: run(rank, config("lossy"), resume=True))
     other = set_keys(config("other"), {"policy.optimizer.lr": 2e-3})
     found["other"] = ended_by(lambda: run(rank, other, replay=runs / "k2"))
+    strict = set_keys(config("warmer"), {"rollout.max_prob_diff": 1e-4})
+    with only_when_waited_for(), warmer_from(2):
+        found["warmer"] = ended_by(lambda: run(rank, strict))
     stop = StopRequest()
     with pauses(rank, 5, 0.08, 0.01), stopping_after(2, stop if rank == WORLD - 1 else StopRequest()):
         found["stopped"] = str(run(rank, config("stopped"), stop=stop))
@@ -119,6 +124,20 @@ def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[P
         row["rollout/age_max"] <= STALENESS and row["rollout/token_age_mean"] <= row["rollout/token_age_max"] for row in rows
     )
     assert sum(row["rollout/requests_cut"] for row in rows) > 0 < sum(row["rollout/tokens_recomputed"] for row in rows)
+
+
+def test_a_canary_judges_every_push_where_the_steps_own_tokens_are_older(task: tuple[Path, Any]) -> None:
+    """From step 3 on the sampler is warmer than the trainer. Its weights are right, and the step's own responses are not judged."""
+    runs, found = task
+    name = "rollout/canary_prob_diff_{}".format
+    rows = lines_of(runs / "k2" / "metrics.jsonl")
+    assert [name("max") in row for row in rows] == [False] + [True] * (STEPS - 1)  # the first step is judged itself
+    assert all(0 < row[name("mean")] <= row[name("max")] < NOISE for row in rows[1:])
+    assert not any(name("max") in row for row in lines_of(runs / "k0" / "metrics.jsonl"))
+    for one in found:
+        assert "SamplerMismatch: step 3: vllm and the trainer disagree on sampled tokens" in one["warmer"]
+        assert "of the sequences drawn after push 2: mean |probability difference| 0.0" in one["warmer"]
+    assert len(lines_of(runs / "warmer" / "metrics.jsonl")) == 2
 
 
 def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> None:

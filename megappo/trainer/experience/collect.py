@@ -81,6 +81,13 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
     return SampleRequests(len(prompts), n, prompts.__getitem__, seed_of)
 
 
+def canary_requests(prompts: Sequence[Prompt], rows: Sequence[int], run_seed: int, step: int) -> SampleRequests:
+    """Build a request for each of the prompts in `rows`, with seeds that no sample of the step has."""
+    return SampleRequests(
+        len(rows), 1, lambda place: prompts[rows[place]], lambda number: _seed_of(f"canary/{run_seed}/{step}/{number}")
+    )
+
+
 def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
     """Return the prompt of a sample in a batch with `n` samples for each of the prompts in `rows`."""
     return prompts[rows[sample // n]]
