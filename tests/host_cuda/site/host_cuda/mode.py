@@ -177,7 +177,7 @@ def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) ->
             host_view(x).copy_(host)
     results = [out] if isinstance(out, Tensor) else tree_leaves(out)
     depends = rule.name in HOST_WAITS and _argument(func, args, kwargs, "output_size") is None
-    if depends or any(not isinstance(x, Tensor) and x is not None for x in results):
+    if depends or _counts_a_mask(rule, args) or any(not isinstance(x, Tensor) and x is not None for x in results):
         runtime.wait(device.index, stream)
     made: list[int] = []
 
@@ -323,6 +323,13 @@ def _argument(func, args, kwargs, name: str) -> Any:
         if argument.name == name:
             return args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(name)
     return None
+
+
+def _counts_a_mask(rule: Rule, args) -> bool:
+    """True if an index by a mask looks for its true elements first; one number for all of them is filled in without that."""
+    if rule.name not in INDEXES or (len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1):
+        return False
+    return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1]))
 
 
 def _refuse_mixed_devices(rule: Rule, args, kwargs, flat) -> None:
