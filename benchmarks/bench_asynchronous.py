@@ -113,7 +113,7 @@ def configuration(folder: Path, args: argparse.Namespace, keys: Mapping[str, Any
             "prompts_per_step": args.samples,
         },
         "reward": {"parts": [{"name": "has_eos"}]},
-        "algorithm": {"mini_batch_size": args.samples, "epochs": args.epochs, "importance_sampling": {"type": "tis"}},
+        "algorithm": {"mini_batch_size": args.samples, "ppo_epochs": args.epochs, "importance_sampling": {"type": "tis"}},
         "trainer": {"steps": args.steps},
         "checkpoint": {"save_every": "never", "export_at_end": False},
         "telemetry": {"trajectories_every": 0},
