@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -83,18 +84,11 @@ def train(
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             claimed = Claimed(run_dir, store, facts, watchdog, stop or StopRequest())
+            run = partial(_train, config, engines=engines, device=device, resume=resume)
             if config.rollout.max_staleness is None or isinstance(data, RecordedData):
-
-                def build(policy: Engine | None) -> RolloutEngine:
-                    return wrap_rollout(rollout_of(config, data, policy, device))
-
-                finished = _train(config, data, claimed, engines, device, resume, build)
+                finished = run(data, claimed, lambda policy: wrap_rollout(rollout_of(config, data, policy, device)))
             else:
-
-                def train_half(data: RunData, claimed: Claimed, build: Callable[[Engine | None], RolloutEngine]) -> bool:
-                    return _train(config, data, claimed, engines, device, resume, build)
-
-                finished = run_halves(config, data, claimed, device, replay, train_half)
+                finished = run_halves(config, data, claimed, device, replay, run)
     if owns_world:
         dist.destroy_process_group()
     return finished
@@ -104,10 +98,11 @@ def _train(
     config: TrainConfig,
     data: RunData | RecordedData,
     claimed: Claimed,
+    build_rollout: Callable[[Engine | None], RolloutEngine],
+    *,
     engines: EngineBackend,
     device: torch.device,
     resume: bool,
-    build_rollout: Callable[[Engine | None], RolloutEngine],
 ) -> bool:
     """Run in the claimed directory; return True at the run's end, False after a stop. build_rollout: of the policy's engine."""
     # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
