@@ -47,6 +47,7 @@ class RolloutHalf(RolloutElsewhere):
         self._channel, self._outside, self._sections = channel, outside, sections
         self._checkpoints, self._stop, self._recompute_every = checkpoints, stop, recompute_every
         self._version: int | None = None
+        self._drawn_again: Sequence[str] = ()
         self.figures: Mapping[str, float] = {}
         """Metric -> value of the last step that was taken."""
 
@@ -64,12 +65,14 @@ class RolloutHalf(RolloutElsewhere):
         """Let a few sequences begin before all that waits, under the weights before `step`: batch CANARY + step."""
         self._channel.tell("canary", key=f"{CANARY}{step}", step=step, rows=list(rows))
 
-    def restore(self, step: int, rows: Mapping[int, Sequence[int]]) -> None:
+    def restore(self, step: int, rows: Mapping[int, Sequence[int]], evaluated: Sequence[str]) -> None:
         """Go on with what the checkpoint of `step` has in flight, if it was made by an asynchronous run. rows: step -> its prompts
-        in the data."""
+        in the data. evaluated: sets whose responses were drawn between the push and the checkpoint; they are drawn again, as the
+        events of a replay go on with them."""
         folder = self._checkpoints / f"step-{step}"
         if (folder / IN_FLIGHT.format(0)).exists():
             self._channel.tell("restore", path=str(folder), steps={str(one): list(theirs) for one, theirs in rows.items()})
+            self._drawn_again = evaluated
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push into the running requests. Collective over all ranks."""
@@ -81,6 +84,9 @@ class RolloutHalf(RolloutElsewhere):
         self._version = version
         if self._stop.received is None and (asked := self._channel.asked_to_stop()) is not None:
             self._stop.received = signal.Signals[asked]
+        names, self._drawn_again = self._drawn_again, ()
+        for name in names:
+            self.take(f"{EVALUATION}{name}")
         return found
 
     def take(self, batch: str) -> list[Response]:

@@ -209,12 +209,16 @@ class Evaluations:
         self._evaluators, self._total_steps, self._weights = evaluators, total_steps, weights
         self._rollout, self._tokenizer, self._log = rollout, tokenizer, log
 
+    def due(self, step: int) -> list[str]:
+        """Return the names of the sets that are due after `step`, in order."""
+        return [one.name for one in self._evaluators if one.is_due(step, self._total_steps)]
+
     def after(self, step: int, timers: StageTimers) -> list[Evaluation]:
         """Evaluate the sets due after `step` (0: before training), log and return their results. Collective over the world."""
-        due = [one for one in self._evaluators if one.is_due(step, self._total_steps)]
+        due = self.due(step)
         results: list[Evaluation] = []
         with self._weights(step) if due else nullcontext():
-            for one in due:
+            for one in filter(lambda one: one.name in due, self._evaluators):
                 # A stage for each set: limits are learned from a stage's times, and a large set is no hang of a small one.
                 with timers.stage(f"evaluate_{one.name}" if one.name else "evaluate"):
                     results.append(one.run(self._rollout, self._tokenizer))

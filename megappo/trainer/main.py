@@ -128,7 +128,7 @@ def _train(
     if manifest is not None:
         _restore(config, models, run, manifest, skip)
         if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
-            rollout.restore(state.step, data.loader.rows)
+            rollout.restore(state.step, data.loader.rows, loop.evaluations.due(state.step) if isinstance(loop, PPO) else ())
         claimed.run_dir.record_config(dump_yaml(config))
     else:
         load_critics(config, models.roles.engines, log)

@@ -55,8 +55,12 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         shutil.copytree(runs / "resumed", runs / "lossy")
     with pauses(rank, 4, 0.03, 0.1):
         run(rank, config("resumed"), resume=True, replay=runs / "k2")
+    if rank == 0:
+        shutil.copytree(runs / "resumed", runs / "evaluated")
+        shutil.rmtree(runs / "evaluated" / "checkpoints" / f"step-{STEPS}")
     with with_cursor_only():
         found["lossy"] = ended_by(lambda: run(rank, config("lossy"), resume=True))
+    run(rank, config("evaluated"), resume=True, replay=runs / "k2")
     other = set_keys(config("other"), {"policy.optimizer.lr": 2e-3})
     found["other"] = ended_by(lambda: run(rank, other, replay=runs / "k2"))
     strict = set_keys(config("warmer"), {"rollout.max_prob_diff": 1e-4})
@@ -141,7 +145,8 @@ def test_a_canary_judges_every_push_where_the_steps_own_tokens_are_older(task: t
 
 
 def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> None:
-    """From the emergency checkpoint of a step whose reward failed, with two later steps in flight."""
+    """From the emergency checkpoint of a step whose reward failed, with two later steps in flight; then from a checkpoint after an
+    evaluation, whose events come between the push and the next step."""
     runs, found = task
     assert all(one["failed"] == "RewardError: in step 4" for one in found[:2])
     checkpoint = runs / "resumed" / "checkpoints" / "step-3"
@@ -152,7 +157,9 @@ def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> 
     measured = ("rollout/running", "rollout/requests_cut of step 4", "rollout/tokens_recomputed of step 4")
     assert [name for name in result.differing if not name.startswith(measured)] == []
     assert samples_of(runs / "k2") == samples_of(runs / "resumed")
-    assert (runs / "k2" / "events" / "replica-0.log").read_bytes() == (runs / "resumed" / "events" / "replica-0.log").read_bytes()
+    logs = [(runs / name / "events" / "replica-0.log").read_bytes() for name in ("k2", "resumed", "evaluated")]
+    assert logs[0] == logs[1] == logs[2]
+    assert samples_of(runs / "k2") == samples_of(runs / "evaluated")
 
 
 def test_without_its_events_other_pauses_make_another_run_of_the_same_samples(task: tuple[Path, Any]) -> None:
