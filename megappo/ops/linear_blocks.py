@@ -139,9 +139,11 @@ class LinearLogits:
             self.ignore_index,
         )
         # The CPU widens and rounds in its caches; a GPU would pass the gradient in fp32 through memory three times.
-        if own and out is None and (logits.dtype == self.weight.dtype or not logits.is_cuda):
+        if out is None and own and (logits.dtype == self.weight.dtype or not logits.is_cuda):
             torch.ops.megappo.vocab_logits_backward_(*arguments)
             return logits.to(self.weight.dtype)
+        if out is None and not logits.is_cuda:
+            return torch.ops.megappo.vocab_logits_backward(*arguments).to(self.weight.dtype)
         out = logits.new_empty(logits.shape, dtype=self.weight.dtype) if out is None else out
         torch.ops.megappo.vocab_logits_backward_into(*arguments, out)
         return out

@@ -83,7 +83,7 @@ async def _body_of(response: httpx2.Response, max_bytes: int) -> bytes:
         raise Refused(
             f"answered with Content-Encoding {_printable(encoding)}, though asked for none; compressed answers are not read"
         )
-    too_large = f"answered with more than {max_bytes / MIB:g} MiB, more than scores of these samples and their tokens take"
+    too_large = f"answered with more than {max_bytes / MIB:.3g} MiB, more than scores of these samples and their tokens take"
     announced = response.headers.get("Content-Length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise Refused(too_large)
