@@ -359,7 +359,7 @@ def test_a_redirect_is_not_followed_even_to_the_same_host(server: FaultyServer) 
 
 def test_the_cap_is_of_bytes_and_has_room_for_a_score_of_every_token(server: FaultyServer) -> None:
     large = '{"scores": [' + " " * (2**20 + 4096) + "1, 2]}"
-    assert "more than 1.0" in failure(server, [saying(large)])
+    assert "more than 1 MiB" in failure(server, [saying(large)])
     number = -2.2250738585072014e-308  # of the most digits that JSON writes
     each = [[number] * 40_000] * 2
     body = json.dumps({"scores": [1, 2], "per_token": each})
