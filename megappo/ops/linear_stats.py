@@ -35,11 +35,11 @@ def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool
     for b, columns in enumerate(blocks_of_columns):
         w = problem.operand(weight[columns])
         for tokens in blocks_of_tokens:
-            logits = problem.logits(h[tokens], w, tokens, columns)
+            # Without a name for the logits: those of the block before would live until the next ones are there.
             if keep_logits:
-                kept_logits[tokens, columns] = logits
+                kept_logits[tokens, columns] = problem.logits(h[tokens], w, tokens, columns)
             else:
-                stats[b, tokens] = problem.stats(logits, tokens, columns, want_entropy)
+                stats[b, tokens] = problem.stats(problem.logits(h[tokens], w, tokens, columns), tokens, columns, want_entropy)
     if keep_logits:
         return problem.stats(kept_logits, slice(None), slice(0, problem.num_valid), want_entropy), kept_logits
     return merge_blocks(stats), kept_logits

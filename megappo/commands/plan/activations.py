@@ -231,8 +231,11 @@ def logit_bytes(
     if not trained:  # a block of logits, and with sequence parallel the gathered input
         return block * FP32 + widened + tokens * _gathered(arch, layout) * itemsize
     logits = chunk * rows
-    # While they are computed, one block exists twice; later their gradient in the weights' type (fp32 overwrites the logits).
-    return logits * FP32 + max(block * FP32 + widened, 0 if itemsize == FP32 else logits * itemsize)
+    # While they are computed, one block exists twice; later their gradient in the weights' type (fp32 overwrites the logits). On a
+    # GPU that of all tokens may wait for one product (`ops.linear_loss`).
+    waits = device == "cuda" and tokens <= min(arch.hidden_size * FP32 // itemsize, 2 * chunk)
+    gradient = tokens * rows * itemsize if waits else 0 if itemsize == FP32 else logits * itemsize
+    return logits * FP32 + max(block * FP32 + widened, gradient)
 
 
 def sequence_shards(layout: ParallelLayout) -> int:

@@ -106,8 +106,8 @@ def training_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes
         rows = -(-arch.vocab_size // layout.tp)
         weight = 0 if passes.adapted is not None else rows * arch.hidden_size * FP32  # the projection's gradient, in fp32
         loss = logit_bytes(arch, layout, tokens, itemsize, passes.device, trained=True) + weight
-        # The projection's gradient times the loss's own, a copy in the type of computation, and the gradient of the output.
-        start = 2 * weight + (gathered.projection_gradient if itemsize != FP32 else 0) + tokens * stream * itemsize
+        # The projection's gradient times the loss's own, in the type of computation, and the gradient of the output.
+        start = weight + (gathered.projection_gradient if itemsize != FP32 else weight) + tokens * stream * itemsize
     # A norm's backward: five tensors in fp32 beside its input and the output.
     given = 0 if passes.value_head else stream + output  # the loss still holds its hidden states
     norm = tokens * ((stream * wide + given) * itemsize + 5 * stream * FP32) + gathered.in_flight + gathered.projection_gradient
