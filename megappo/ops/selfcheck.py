@@ -115,7 +115,11 @@ def _from_logits(numbers: Numbers, dtype: torch.dtype, rows: int = NUM_ROWS, col
     yield "logprob", logprob
     yield "entropy", entropy
     upstream = numbers.normal(rows), numbers.normal(rows)
-    yield "gradient of logits", ops.vocab_logits_backward(logits, target, lse, entropy, *upstream, 0, num_valid, *scale)
+    arguments = logits, target, lse, entropy, *upstream, 0, num_valid, *scale
+    yield "gradient of logits", ops.vocab_logits_backward(*arguments)
+    out = torch.empty_like(logits)
+    ops.vocab_logits_backward_into(*arguments, out)
+    yield "gradient of logits, elsewhere", out
 
 
 def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Results:
