@@ -4,7 +4,7 @@ Two ranks on two cores, a random llama and vLLM. A response of random weights en
 have a tail: the longest of a step is several times the mean. `megappo train` runs the same steps with all roles and vLLM on both
 ranks, which take turns; with training on one rank and vLLM on the other, which take turns too; and so with each max_staleness. The
 median step counts, the first ones left out. Beside each stands what `megappo tune` predicts from the parts of the second run
-(`commands/tune/generation.Overlap`). Prints the table of docs/asynchronous.md.
+(`commands/tune/generation.Overlap`).
 """
 
 from __future__ import annotations
