@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
+import numpy
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from megappo.parallel.totals import place_in_world, total
 
@@ -49,6 +51,20 @@ def told_by(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> R
     if group is not None or place_in_world()[1] > 1:
         dist.broadcast_object_list(box, src=rank, group=group)
     return box[0]
+
+
+def exchanged(sent: Sequence[bytes], all_to_all: Callable[[Tensor, Tensor, Sequence[int], Sequence[int]], object]) -> list[bytes]:
+    """Send bytes to every rank; return what came from each, in their order. Collective over the ranks of `all_to_all`, which takes
+    (received, sent, counts received, counts sent), as `dist.all_to_all_single` does."""
+    lengths, ones = [len(one) for one in sent], [1] * len(sent)
+    counts = torch.empty(len(sent), dtype=torch.long)
+    all_to_all(counts, torch.tensor(lengths), ones, ones)
+    received = counts.tolist()
+    arrived = torch.empty(sum(received), dtype=torch.uint8)
+    # Copied, as torch needs writable memory.
+    flat = torch.from_numpy(numpy.frombuffer(bytearray(b"".join(sent)), numpy.uint8))
+    all_to_all(arrived, flat, received, lengths)
+    return [part.numpy().tobytes() for part in arrived.split(received)]
 
 
 def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:

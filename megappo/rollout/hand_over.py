@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy
-import torch
 import torch.distributed as dist
 
+from megappo.parallel.consensus import exchanged
 from megappo.rollout.snapshot import packed, unpacked
 from megappo.rollout.types import Response
 
@@ -21,33 +20,25 @@ def give_responses(responses: Sequence[Response], count: int, figures: Figures, 
     shares: list[list[Response]] = [[] for _ in range(training_ranks)]
     for response in responses:
         shares[_owner(response.number, count, training_ranks)].append(response)
-    exchanged({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)})
+    exchanged_by_rank({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)})
 
 
 def take_responses() -> tuple[list[Response], list[Figures]]:
     """Return this training rank's responses, by number, and the figures of every replica."""
-    parts = [unpacked(part) for _, part in sorted(exchanged({}).items())]
+    parts = [unpacked(part) for _, part in sorted(exchanged_by_rank({}).items())]
     responses = [response for _, _, share in parts for response in share]
     return sorted(responses, key=lambda one: one.number), [figures for figures, _, _ in parts]
 
 
 def take_snapshots(leaders: Sequence[int]) -> dict[int, bytes]:
     """Return the snapshots that this training rank stores, by replica. leaders: first rank of each replica."""
-    return {leaders.index(rank): part for rank, part in exchanged({}).items()}
+    return {leaders.index(rank): part for rank, part in exchanged_by_rank({}).items()}
 
 
-def exchanged(parts: Mapping[int, bytes]) -> dict[int, bytes]:
+def exchanged_by_rank(parts: Mapping[int, bytes]) -> dict[int, bytes]:
     """Send bytes to ranks; return what came, by rank that sent it. Ranks without a part for another send it nothing."""
-    size = dist.get_world_size()
-    sent = [parts.get(rank, b"") for rank in range(size)]
-    lengths, received = torch.tensor([len(one) for one in sent]), torch.empty(size, dtype=torch.long)
-    dist.all_to_all_single(received, lengths)
-    counts = received.tolist()
-    arrived = torch.empty(sum(counts), dtype=torch.uint8)
-    # Copied, as torch needs writable memory.
-    flat = torch.from_numpy(numpy.frombuffer(bytearray(b"".join(sent)), numpy.uint8))
-    dist.all_to_all_single(arrived, flat, counts, lengths.tolist())
-    return {rank: part.numpy().tobytes() for rank, part in enumerate(arrived.split(counts)) if len(part)}
+    came = exchanged([parts.get(rank, b"") for rank in range(dist.get_world_size())], dist.all_to_all_single)
+    return {rank: part for rank, part in enumerate(came) if part}
 
 
 def _owner(number: int, count: int, ranks: int) -> int:

@@ -14,7 +14,7 @@ from megappo.parallel.consensus import gathered
 from megappo.rollout.channel import Channel
 from megappo.rollout.event_log import BATCH, PUSHES, RECOMPUTED, Event, EventLog
 from megappo.rollout.generation import told_by_leader
-from megappo.rollout.hand_over import exchanged, give_responses
+from megappo.rollout.hand_over import exchanged_by_rank, give_responses
 from megappo.rollout.snapshot import Snapshot
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
@@ -272,7 +272,7 @@ class _Server:
         assert not batch.left, f"{key} was announced"
         del self._batches[number]
         if not self._is_leader:
-            exchanged({})
+            exchanged_by_rank({})
             return
         responses = [replace(response, number=response.number % BATCH) for response in batch.responses]
         figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._waiting))}
@@ -282,4 +282,4 @@ class _Server:
 
     def _give_snapshot(self) -> None:
         assert self._snapshot is not None, "a push comes first"
-        exchanged({self._index % self._training_ranks: self._snapshot.encoded()} if self._is_leader else {})
+        exchanged_by_rank({self._index % self._training_ranks: self._snapshot.encoded()} if self._is_leader else {})

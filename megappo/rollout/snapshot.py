@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import numpy
 
-from megappo.rollout.types import KeptIds, Response, Segment
+from megappo.rollout.types import KeptIds, Response, Segment, joined
 from megappo.rollout.vllm_outputs import Drawn
 
 _COLUMNS = ("tokens", "logprobs", "counts", "ids")
@@ -56,10 +56,10 @@ def packed(about: Any, running: Mapping[int, Drawn], finished: Sequence[Response
     numpy.savez(
         file,
         facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8),
-        tokens=_joined([one.tokens for one in segments], numpy.int32),
-        logprobs=_joined([one.logprobs for one in segments], numpy.float32),
-        counts=_joined([one.counts for one in kept if one is not None], numpy.int32),
-        ids=_joined([one.ids for one in kept if one is not None], numpy.int32),
+        tokens=joined([one.tokens for one in segments], numpy.int32),
+        logprobs=joined([one.logprobs for one in segments], numpy.float32),
+        counts=joined([one.counts for one in kept if one is not None], numpy.int32),
+        ids=joined([one.ids for one in kept if one is not None], numpy.int32),
     )
     return file.getvalue()
 
@@ -92,7 +92,3 @@ class _Column:
     def __call__(self, count: int) -> numpy.ndarray:
         self._taken += count
         return self._values[self._taken - count : self._taken]
-
-
-def _joined(parts: Sequence[Any], dtype: type) -> numpy.ndarray:
-    return numpy.concatenate([numpy.empty(0, dtype), *parts])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy
 import torch.distributed as dist
@@ -196,6 +196,11 @@ class Response:
     @property
     def newest_version(self) -> int:
         return max(segment.version for segment in self.segments)
+
+
+def joined(parts: Sequence[Any], dtype: type) -> NDArray:
+    """Concatenate arrays of this type, of which there may be none."""
+    return numpy.concatenate([numpy.empty(0, dtype), *parts])
 
 
 def _joined(parts: list) -> NDArray:

@@ -11,13 +11,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
-import numpy
 import torch
 
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Tokenizer
-from megappo.parallel.consensus import raised_by_all
+from megappo.parallel.consensus import exchanged, raised_by_all
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
@@ -40,20 +39,10 @@ def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int
     bags: list[dict[int, Parcel]] = [{} for _ in ranks]
     for number, parcel in parcels.items():
         bags[int(places[owners.shares.reporters[int(owners.share[number])]])][number] = parcel
-    packed = [pickle.dumps(bag) if bag else b"" for bag in bags]
-    sent = [len(one) for one in packed]
-    sizes, ones = torch.empty(len(ranks), dtype=torch.long), [1] * len(ranks)
-    experience.wire.all_to_all(sizes, torch.tensor(sent), ones, ones)
-    received = sizes.tolist()
-    arrived = torch.empty(sum(received), dtype=torch.uint8)
-    # Copied, as torch needs writable memory.
-    experience.wire.all_to_all(
-        arrived, torch.from_numpy(numpy.frombuffer(bytearray(b"".join(packed)), numpy.uint8)), received, sent
-    )
     found: dict[int, Parcel] = {}
-    for one in arrived.split(received):
-        if len(one):
-            found |= pickle.loads(one.numpy().tobytes())
+    for one in exchanged([pickle.dumps(bag) if bag else b"" for bag in bags], experience.wire.all_to_all):
+        if one:
+            found |= pickle.loads(one)
     return found
 
 

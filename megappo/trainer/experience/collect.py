@@ -17,7 +17,7 @@ from megappo.data.packing import PackedBatch, Ragged, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.parallel.consensus import raise_together
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
-from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response
+from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, joined
 from megappo.trainer.experience.experience import Experience
 
 LOST = "no_verdict/"
@@ -173,8 +173,8 @@ def pack_experience(
         earlier = [segment.logprobs for segment in request.before if segment.logprobs is not None]
         logprobs += [numpy.zeros(num_prompt, numpy.float32), *earlier, response.logprobs]
         lengths.append(len(given) + len(response.tokens))
-    sampled = torch.from_numpy(_joined(mask, numpy.bool_))
-    fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
+    sampled = torch.from_numpy(joined(mask, numpy.bool_))
+    fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(joined(logprobs, numpy.float32))}
     cut = torch.tensor([response.finish == "length" for response in responses], dtype=torch.bool)
     of_sequences = {"truncated": cut}
     if is_partial:
@@ -184,7 +184,7 @@ def pack_experience(
         of_sequences = {"truncated": cut & ~goes_on, "unfinished": cut & goes_on}
     kept = [response.kept for response in responses if response.kept is not None]
     return PackedBatch(
-        tokens=torch.from_numpy(_joined(tokens, numpy.int32)).long(),
+        tokens=torch.from_numpy(joined(tokens, numpy.int32)).long(),
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
         sequence_fields=of_sequences,
@@ -198,11 +198,7 @@ def _behind(prompts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(len(starts)) - starts >= prompts.repeat_interleave(lengths)
 
 
-def _joined(parts: list[NDArray], dtype: type) -> NDArray:
-    return numpy.concatenate([numpy.empty(0, dtype), *parts])
-
-
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:
     counts = torch.zeros(sampled.numel(), dtype=torch.int32)
-    counts[sampled] = torch.from_numpy(_joined([one.counts for one in kept], numpy.int32)).int()
-    return Ragged(torch.from_numpy(_joined([one.ids for one in kept], numpy.int32)), counts)
+    counts[sampled] = torch.from_numpy(joined([one.counts for one in kept], numpy.int32)).int()
+    return Ragged(torch.from_numpy(joined([one.ids for one in kept], numpy.int32)), counts)
