@@ -139,11 +139,12 @@ class LinearLogits:
             self.ignore_index,
         )
         # The CPU widens and rounds in its caches; a GPU would pass the gradient in fp32 through memory three times.
-        if out is None and own and (logits.dtype == self.weight.dtype or not logits.is_cuda):
-            torch.ops.megappo.vocab_logits_backward_(*arguments)
+        if out is None and (not logits.is_cuda or (own and logits.dtype == self.weight.dtype)):
+            if own:
+                torch.ops.megappo.vocab_logits_backward_(*arguments)
+            else:
+                logits = torch.ops.megappo.vocab_logits_backward(*arguments)
             return logits.to(self.weight.dtype)
-        if out is None and not logits.is_cuda:
-            return torch.ops.megappo.vocab_logits_backward(*arguments).to(self.weight.dtype)
         out = logits.new_empty(logits.shape, dtype=self.weight.dtype) if out is None else out
         torch.ops.megappo.vocab_logits_backward_into(*arguments, out)
         return out

@@ -113,8 +113,7 @@ class Channel:
         if isinstance(error, ValueError) and not is_fault(error):
             kind, text = "mistake", str(error)  # one line, which every rank prints alike
         else:
-            kinds = {"unrecoverable": Unrecoverable, "unavailable": Unavailable}
-            kind = next((name for name, one in kinds.items() if isinstance(error, one)), "fault")
+            kind = next((name for name in ("unrecoverable", "unavailable") if isinstance(error, _KINDS[name])), "fault")
             text = f"rank {self._rank} of the {half} half failed: {first_line(error, kind=True)}"
         self._store.compare_set(_FAILED, "", f"{kind} {text}")
 
