@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.model import Mistake
-from benchmarks.harness.small_model import write_small_model
+from benchmarks.harness.model import Mistake, Parser
+from benchmarks.harness.small_model import train, write_small_model
 from megappo.commands.tune.generation import Overlap
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import table
@@ -49,14 +47,9 @@ class Timed:
     lengths: tuple[float, float]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a run fails, 2 for wrong arguments."""
-    parser = _Parser(prog="bench_asynchronous", description="Steps with generation beside training, by max_staleness.")
+    parser = Parser(prog="bench_asynchronous", description="Steps with generation beside training, by max_staleness.")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], metavar="K", help="(default: 0 1 2 4)")
     parser.add_argument("--samples", type=int, default=64, help="responses of a step (default: 64)")
     parser.add_argument(
@@ -75,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_inputs(folder)
         found: dict[str, Timed] = {}
         for way, keys in ways(args.staleness).items():
-            failure = train(folder, way, configuration(folder, args, keys))
+            failure = train(folder, name_of(way), configuration(folder, args, keys))
             if failure is not None:
                 print(f"bench_asynchronous: the run {way!r} failed:\n{failure}", file=sys.stderr)
                 return 1
@@ -126,17 +119,6 @@ def configuration(folder: Path, args: argparse.Namespace, keys: Mapping[str, Any
 
 def name_of(way: str) -> str:
     return way.replace(", ", "-").replace(" ", "-")
-
-
-def train(folder: Path, way: str, config: dict[str, Any]) -> str | None:
-    """Train to the end; return the end of what the run said if it failed."""
-    config["run"]["name"] = name_of(way)
-    path = folder / f"{name_of(way)}.yaml"
-    path.write_text(json.dumps(config))  # which is YAML too
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "megappo", "train", str(path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    return None if ended.returncode == 0 else (ended.stdout + ended.stderr)[-2000:]
 
 
 def timed(metrics: Path) -> Timed:

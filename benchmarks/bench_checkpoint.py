@@ -20,7 +20,6 @@ for with `checkpoint.save_every: 50`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -31,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from megappo.telemetry.metrics import Metric
 
 MIB = 1 << 20
@@ -82,14 +81,9 @@ class Row(NamedTuple):
     speeds: dict[str, float]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for wrong arguments. A rank that fails raises."""
-    parser = _Parser(prog="bench_checkpoint", description="Seconds, bytes and host memory of saves and loads over gloo.")
+    parser = Parser(prog="bench_checkpoint", description="Seconds, bytes and host memory of saves and loads over gloo.")
     parser.add_argument("--dp", default="1,2,4,8", help="numbers of data-parallel ranks, comma-separated")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model, a multiple of 64")
     parser.add_argument("--layers", type=int, default=6)

@@ -8,13 +8,11 @@ nobody knows. Printed is when the last replica ends, as a multiple of the ideal:
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy
 from numpy.typing import NDArray
@@ -22,21 +20,16 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from megappo.rollout.generation import deal
 
 PER_RUNNING = 0.5  # a step of a full replica takes 1.5 times as long as one of a single request
 ORDERS = ("in order", "by earlier responses", "by the lengths themselves")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for wrong arguments."""
-    parser = _Parser(prog="bench_dealing", description="When the last of the replicas ends that share a batch.")
+    parser = Parser(prog="bench_dealing", description="When the last of the replicas ends that share a batch.")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--running", type=int, default=64, help="requests that a replica runs at once")
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")

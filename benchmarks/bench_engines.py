@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness.alive import alive_peak, bytes_behind
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from megappo.algo.aggregation import token_weights
 from megappo.commands.plan.estimate import memory_of_stage
 from megappo.commands.plan.memory import count_parameters
@@ -53,11 +53,6 @@ from megappo.trainer.roles import Policy
 ENGINES = ("megatron", "fsdp2")
 PROMPT_SHARE = 4  # of a sequence one part in four is prompt
 MIB = 2**20
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
 
 
 @dataclass(frozen=True)
@@ -233,7 +228,7 @@ HEADER = [
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.model import Mistake
-from benchmarks.harness.small_model import write_small_model
+from benchmarks.harness.model import Mistake, Parser
+from benchmarks.harness.small_model import train, write_small_model
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import table
 from scripts.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
@@ -56,14 +54,9 @@ class Timed:
     first: tuple[float, float]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a run fails or the ways differ, 2 for wrong arguments."""
-    parser = _Parser(prog="bench_environment", description="Steps with a slow environment, answered inline and beside generation.")
+    parser = Parser(prog="bench_environment", description="Steps with a slow environment, answered inline and beside generation.")
     parser.add_argument("--seconds", type=float, default=0.1, help="mean of an answer (default: 0.1)")
     parser.add_argument("--workers", type=int, default=8, help="(default: 8)")
     parser.add_argument("--samples", type=int, default=32, help="trajectories of a step (default: 32)")
@@ -81,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_inputs(Path(folder))
         found: dict[str, Timed] = {}
         for way, keys in WAYS.items():
-            text = train(Path(folder), way, configuration(Path(folder), args, keys))
+            text = train(Path(folder), name_of(way), configuration(Path(folder), args, keys))
             if text is not None:
                 print(f"bench_environment: the run {way!r} failed:\n{text}", file=sys.stderr)
                 return 1
@@ -140,18 +133,6 @@ def configuration(folder: Path, args: argparse.Namespace, keys: Mapping[str, Any
 
 def name_of(way: str) -> str:
     return way.replace(", ", "-")
-
-
-def train(folder: Path, way: str, config: dict[str, Any]) -> str | None:
-    """Train to the end; returns the end of what the run said if it failed."""
-    config["run"]["name"] = name_of(way)
-    path = folder / f"{name_of(way)}.yaml"
-    path.write_text(json.dumps(config))  # which is YAML too
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "megappo", "train", str(path)], env=environment, capture_output=True, text=True, cwd=folder
-    )
-    return None if ended.returncode == 0 else (ended.stdout + ended.stderr)[-2000:]
 
 
 def timed(run: Path) -> Timed:

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness.experience_step import Cost, Shape, resident, responses_of, step, warm_up
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from megappo.parallel.device import world_group
 from megappo.runtime.libraries import keep_freed_memory
 from megappo.trainer.experience.route import Wire
@@ -43,11 +43,6 @@ TOKENS_IN_ALL = 6 << 20  # of the repetitions: at least FEWEST, at most MOST
 FEWEST, MOST = 3, 40
 LIMIT_NS, LIMIT_S, LIMIT_MIB = 120, 1.0, 1024
 OLD_SAMPLES = 64
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
 
 
 def _start() -> None:
@@ -193,7 +188,7 @@ def compared(costs: Mapping[Shape, Cost], old: tuple[float, float], here: Cost, 
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4, 8], help="real worlds")
     parser.add_argument("--alone", type=int, nargs="*", default=[64, 512, 4096], help="worlds of which one rank runs")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="of the roles of larger worlds; real ones have 1")

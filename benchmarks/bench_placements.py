@@ -10,7 +10,6 @@ if nothing else ran here. Prints the table that docs/layouts.md sums up.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,12 +18,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from benchmarks.harness.processor_trials import measure
 from benchmarks.harness.small_model import write_small_model
 from benchmarks.probe import dump_hardware, probe
@@ -76,14 +74,9 @@ class Timed:
     whole_s: float
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a run failed, 2 for wrong arguments."""
-    parser = _Parser(prog="bench_placements", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="bench_placements", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help=f"steps of a run, of which the first {LEFT_OUT} do not count")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each placement")
     parser.add_argument("--only", nargs="+", choices=list(PLACEMENTS), default=list(PLACEMENTS), metavar="PLACEMENT")

@@ -16,13 +16,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness.clock import summary
-from benchmarks.harness.model import Mistake
+from benchmarks.harness.model import Mistake, Parser
 from megappo.ops.implementations import Kernels
 from megappo.telemetry.metrics import Metric
 
@@ -33,14 +33,9 @@ STEP = Metric.STEP_SECONDS.value
 Samples = dict[str, list[float]]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a run failed, 2 for wrong arguments."""
-    parser = _Parser(prog="bench_step", description="Whole PPO steps under each implementation of the ops.")
+    parser = Parser(prog="bench_step", description="Whole PPO steps under each implementation of the ops.")
     parser.add_argument("folder", type=Path, help="what scripts/quickstart.sh wrote")
     parser.add_argument("--kernels", default="reference,auto", help="implementations to compare, comma-separated")
     parser.add_argument("--steps", type=int, default=16, help=f"steps of a run, of which the first {LEFT_OUT} do not count")

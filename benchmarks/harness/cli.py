@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from benchmarks.harness.clock import Clock, Memory, set_freed_memory
 from benchmarks.harness.harness import Prepared, Settings, measure, prepare
-from benchmarks.harness.model import Benchmark, Mistake, Report
+from benchmarks.harness.model import Benchmark, Mistake, Parser, Report
 from benchmarks.harness.report import markdown, table, write_json, write_plot
 from megappo.ops import dispatch
 
@@ -26,13 +26,6 @@ QUICK_COPY_MIB = 32
 # The most that a candidate's first call may take, compilation included.
 FIRST_CALL_S, QUICK_FIRST_CALL_S = 240.0, 30.0
 Bars = Callable[[Sequence[Report], str], Sequence[Any]]
-
-
-class _Parser(argparse.ArgumentParser):
-    """A mistake in the arguments is one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
 
 
 def run(name: str, description: str, benchmarks: Sequence[Benchmark], argv: Sequence[str] | None, bars: Bars | None = None) -> int:
@@ -50,7 +43,7 @@ def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> arg
         f"{b.name}: {b.shape_form}, by default {' '.join(b.shapes['cpu'])} (CPU), {' '.join(b.shapes['cuda'])} (GPU)"
         for b in benchmarks
     )
-    parser = _Parser(prog=name, description=description, epilog=f"Shapes: {forms}")
+    parser = Parser(prog=name, description=description, epilog=f"Shapes: {forms}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--shapes", help="comma-separated, instead of the defaults; NAME:SHAPE for one of several ops")
     parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}; ops of per-token values are fp32 only")

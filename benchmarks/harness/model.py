@@ -6,10 +6,11 @@ harness checks, times and weighs. Nothing here runs anything.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ PHASES = ("forward", "backward", "both")
 
 class Mistake(ValueError):
     """A wrong argument on the command line: one line, exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake in the arguments is one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
 
 
 class Absent(Exception):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -27,3 +32,15 @@ def write_small_model(folder: Path, *, vocab_size: int, num_layers: int) -> None
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
+
+
+def train(folder: Path, name: str, config: dict[str, Any]) -> str | None:
+    """Train to the end as run `name`; return the end of what the run said if it failed."""
+    config["run"]["name"] = name
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(config))  # which is YAML too
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "megappo", "train", str(path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    return None if ended.returncode == 0 else (ended.stdout + ended.stderr)[-2000:]
