@@ -5,12 +5,16 @@ have a tail: the longest of a step is several times the mean. `megappo train` ru
 ranks, which take turns; with training on one rank and vLLM on the other, which take turns too; and so with each max_staleness. The
 median step counts, the first ones left out. Beside each stands what `megappo tune` predicts from the parts of the second run
 (`commands/tune/generation.Overlap`).
+
+Two cores are no two devices: beside the other, each half is slower than alone. `--paces 0.01 0.5` makes an engine step take at
+least 10 ms and a step's training half a second more, asleep, which shows what the halves do to each other's waits alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.experiments.arms import APART
 from benchmarks.harness.model import Mistake, Parser
+from benchmarks.harness.paces import HOOK
 from benchmarks.harness.small_model import train, write_small_model
 from megappo.commands.tune.generation import Overlap
 from megappo.telemetry.metrics import Metric
@@ -31,7 +37,6 @@ from scripts.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
 LEFT_OUT = 3  # steps of a run that do not count: a pipeline fills in max_staleness + 1 steps
 LONGEST = 200
-APART = {"rollout.ranks": "1", **{f"{role}.ranks": "0" for role in ("policy", "critic", "reference")}}
 
 
 @dataclass(frozen=True)
@@ -51,24 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 if a run fails, 2 for wrong arguments."""
     parser = Parser(prog="bench_asynchronous", description="Steps with generation beside training, by max_staleness.")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], metavar="K", help="(default: 0 1 2 4)")
-    parser.add_argument("--samples", type=int, default=64, help="responses of a step (default: 64)")
+    parser.add_argument("--samples", type=int, default=24, help="responses of a step (default: 24)")
     parser.add_argument(
-        "--epochs", type=int, default=2, help="of policy and critic in a step: how long training takes (default: 2)"
+        "--epochs", type=int, default=1, help="of policy and critic in a step: how long training takes (default: 1)"
+    )
+    parser.add_argument(
+        "--paces",
+        type=float,
+        nargs=2,
+        default=[0.0, 0.0],
+        metavar=("ENGINE_STEP_S", "TRAINING_S"),
+        help="least seconds of an engine step, and further ones of a step's training (default: 0 0)",
     )
     parser.add_argument("--steps", type=int, default=16, help=f"of each run, {LEFT_OUT} of them not counted (default: 16)")
     try:
         args = parser.parse_args(argv)
-        if min(args.samples, args.epochs, args.steps - max(LEFT_OUT, *args.staleness)) < 1 or min(args.staleness) < 0:
-            raise Mistake(f"--samples and --epochs are at least 1, --staleness at least 0, --steps above {LEFT_OUT} and every K")
+        if min(args.samples, args.epochs, args.steps - max(LEFT_OUT, *args.staleness)) < 1 or min(*args.paces, *args.staleness) < 0:
+            at_least_0 = "--staleness and --paces at least 0"
+            raise Mistake(f"--samples and --epochs are at least 1, {at_least_0}, --steps above {LEFT_OUT} and every K")
     except Mistake as error:
         print(f"bench_asynchronous: {error}", file=sys.stderr)
         return 2
+    os.environ["MEGAPPO_PACES"] = "{} {}".format(*args.paces)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder)
         found: dict[str, Timed] = {}
         for way, keys in ways(args.staleness).items():
-            failure = train(folder, name_of(way), configuration(folder, args, keys))
+            failure = train(folder, name_of(way), configuration(folder, args, keys), HOOK)
             if failure is not None:
                 print(f"bench_asynchronous: the run {way!r} failed:\n{failure}", file=sys.stderr)
                 return 1

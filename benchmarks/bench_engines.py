@@ -36,8 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.alive import alive_peak, bytes_behind
 from benchmarks.harness.model import Mistake, Parser
 from megappo.algo.aggregation import token_weights
-from megappo.commands.plan.estimate import memory_of_stage
-from megappo.commands.plan.memory import count_parameters
+from megappo.commands.plan.estimate import memory_of_stages
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import pack
@@ -113,7 +112,7 @@ class Work:
         assert built is not None, "the policy lives on all ranks"
         self.engine: Any = built
         self.role = Policy(self.engine, 1.0, config.algorithm)
-        self.planned = memory_of_stage(config, "policy", arch, ParallelLayout(case.ranks), 0, case.device, count_parameters)
+        self.planned = memory_of_stages(config, "policy", arch, ParallelLayout(case.ranks), [0], case.device)[0]
         self.flops = forward_flops(arch, torch.full((case.samples,), case.length), value_head=False).training
         generator = torch.Generator().manual_seed(0)
         batch = pack(torch.randint(0, arch.vocab_size, (case.samples, case.length), generator=generator).tolist())

@@ -75,6 +75,11 @@ def kills(folder: Path) -> dict[str, Any]:
     return soak(folder, "kills", quickstart(folder), options, "trainer.steps=60", "checkpoint.save_every=3")
 
 
+def kills_of_halves(folder: Path) -> dict[str, Any]:
+    options = ["--faults", "20", "--kinds", "kill"]
+    return soak(folder, "asynchronous", asynchronous(folder), options, "trainer.steps=60", "checkpoint.save_every=1")
+
+
 def every_fault(folder: Path) -> dict[str, Any]:
     limits = f"run.timeouts.heartbeat_s={HEARTBEAT_S}"
     return soak(folder, "all", small(folder), ["--faults", "10"], "trainer.steps=60", "checkpoint.save_every=3", limits)
@@ -126,6 +131,7 @@ def saves(folder: Path) -> dict[str, Any]:
 
 MEASUREMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "kills": kills,
+    "asynchronous": kills_of_halves,
     "all": every_fault,
     "goodput": goodput,
     "baseline": baseline,
@@ -143,6 +149,7 @@ def soak(folder: Path, name: str, task: Sequence[str], options: Sequence[str], *
         "equal": not report.comparison.differing,
         "tensors": report.comparison.tensors,
         "values": report.comparison.values,
+        "samples": report.comparison.samples,
         "clean_s": report.clean_s,
         "faulty_s": report.faulty_s,
         "ettr": report.ettr,
@@ -176,6 +183,17 @@ def small(folder: Path) -> list[str]:
         config["run"]["output_dir"] = str(folder)
         (place / "small.yaml").write_text(yaml.safe_dump(config))
     return [str(place / "small.yaml")]
+
+
+def asynchronous(folder: Path) -> list[str]:
+    """The configuration of the tests' asynchronous runs: ranks 0 and 1 train, rank 2 generates, `rollout.max_staleness` is 2."""
+    from tests.trainer.asynchronous_runs import config_of
+
+    path = Path(small(folder)[0]).with_name("asynchronous.yaml")
+    config = config_of(path.parent, "asynchronous", 2, **{"checkpoint.asynchronous": True})
+    config["run"]["output_dir"] = str(folder)
+    path.write_text(yaml.safe_dump(config))
+    return [str(path)]
 
 
 if __name__ == "__main__":

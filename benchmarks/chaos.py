@@ -3,7 +3,8 @@
 
 The configuration runs once without faults (or --clean names such a run), then under `megappo train --max-restarts` with a seeded
 list of faults, put in from outside. Printed: what became of every fault, the share of effective training time, and if the last
-checkpoint's tensors and all metrics are equal. docs/reliability.md explains the faults and the figures.
+checkpoint's tensors and all metrics are equal; of an asynchronous run (rollout.max_staleness >= 1), whose responses are the
+clock's, if it was trained on the same prompts. docs/reliability.md explains the faults and the figures.
 
 Exit codes: 0; 1 if a fault was not survived or the ends differ; 2 wrong arguments.
 """
@@ -24,7 +25,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.reliability.compare import Comparison, compare
+from benchmarks.reliability.compare import Comparison, compare, compare_samples
 from benchmarks.reliability.faults import KINDS, MEANING
 from benchmarks.reliability.live import LiveRun, Row
 from benchmarks.reliability.own_faults import HOOK
@@ -32,6 +33,7 @@ from benchmarks.reliability.soak import HEADING, Injection, Outcome, Soak, draw,
 from megappo.commands.parser import non_negative_int, positive_int
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.rank_ranges import ranks_of
 from megappo.config.run_directory import check_run_dir
 from megappo.config.schema import TrainConfig
 from megappo.telemetry.tables import table
@@ -137,6 +139,17 @@ def plan(config: TrainConfig, faults: int, seed: int, kinds: str | None) -> list
         raise ConfigError(
             f"checkpoint.save_every = {save_every}: faults are counted in saves; set a number of steps, for example 2"
         )
+    training_ranks = ranks
+    if config.rollout.max_staleness is not None:
+        training_ranks = ranks_of(config.rollout.ranks, ranks)[0]
+        samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+        if config.rollout.max_staleness and (
+            config.telemetry.trajectories_every != 1 or config.telemetry.trajectories_per_step < samples
+        ):
+            raise ConfigError(
+                "the trajectories must show all that an asynchronous run was trained on; set telemetry.trajectories_every=1 "
+                f"telemetry.trajectories_per_step={samples}"
+            )
     # One rank has no other one whose disk could fill up, and a save after every step keeps every skipped update.
     impossible = {"full": ranks < 2, "nan": save_every < 2}
     chosen = [kind for kind in KINDS if not impossible.get(kind)] if kinds is None else kinds.split(",")
@@ -145,7 +158,7 @@ def plan(config: TrainConfig, faults: int, seed: int, kinds: str | None) -> list
             raise ConfigError(f"--kinds {kinds}: {kind or 'an empty name'} is no fault; there are {', '.join(KINDS)}")
         if impossible.get(kind):
             raise ConfigError(f"--kinds {kinds}: {kind} needs {'two ranks' if kind == 'full' else 'checkpoint.save_every >= 2'}")
-    return draw(chosen, faults, seed, steps=steps, save_every=save_every, ranks=ranks)
+    return draw(chosen, faults, seed, steps=steps, save_every=save_every, ranks=ranks, training_ranks=training_ranks)
 
 
 def run(
@@ -182,7 +195,8 @@ def run(
             outcomes, code = soak.run(injections, lambda outcome: print(f"  {told(outcome)}", flush=True))
         finally:
             faulty.close()
-    comparison = compare(calm.run_dir, faulty.run_dir) if code == 0 else None
+    compared = compare_samples if config.rollout.max_staleness else compare
+    comparison = compared(calm.run_dir, faulty.run_dir) if code == 0 else None
     return Report(outcomes, code, calm.rows, faulty.rows, comparison)
 
 
@@ -205,7 +219,8 @@ def print_report(report: Report) -> None:
         per_step = [statistics.median(row.seconds for row in rows) for rows in (report.clean_rows, report.faulty_rows)]
         times = f"{report.faulty_s:.1f} s with faults, {report.clean_s:.1f} s without"
         print(f"effective training time: {report.ettr:.1%} ({times}; {per_step[1]:.2f} and {per_step[0]:.2f} s/step)")
-    print(f"end equal bit for bit: {report.comparison or 'no: the run did not come to its end'}")
+    equal = "the same samples" if report.comparison and report.comparison.samples else "end equal bit for bit"
+    print(f"{equal}: {report.comparison or 'no: the run did not come to its end'}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 MODEL`.
 
 MODEL: directory of a Hugging Face checkpoint, on one GPU or the CPU. Draws responses with vLLM and computes their log-probs
-with the trainer, over the same recorded ids. docs/agreement.md explains the figures.
+with the trainer, over the same recorded ids and experts; of a model with experts also with the trainer's own.
+docs/agreement.md explains the figures.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ def main() -> None:
         rows = measure(arguments)
     except ValueError as error:
         sys.exit(f"measure_agreement: {error}")
-    print(f"{'log-probs':10} {'mean':>9} {'99 %':>9} {'max':>9} {'equal':>7}")
+    print(f"{'log-probs':17} {'mean':>9} {'99 %':>9} {'max':>9} {'equal':>7}")
     for dtype, d in rows.items():
         equal = (d < 1e-5).float().mean()
-        print(f"{dtype:10} {d.mean():9.1e} {d.quantile(0.99):9.1e} {d.max():9.1e} {equal:7.0%}")
+        print(f"{dtype:17} {d.mean():9.1e} {d.quantile(0.99):9.1e} {d.max():9.1e} {equal:7.0%}")
 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="directory with config.json and safetensors")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of both models' weights")
+    parser.add_argument("--trainer-dtype", choices=("bf16", "fp32"), help="of the trainer's, if it differs")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=-1)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -76,7 +78,8 @@ def distances(
     engine: Any, policy: Any, tokens: int, count: int, logits: Sequence[str] = LOGITS, highest: int | None = None, **sampling: Any
 ) -> dict[str, Any]:
     """Draw `count` responses to prompts of 4 to 19 random tokens: the trainer's `logits_dtype` -> [sampled tokens] |log-prob of
-    vLLM - log-prob of the trainer|. highest: id of the prompts' tokens. sampling: temperature, top_p, top_k."""
+    vLLM - log-prob of the trainer|, and the same with the trainer's own experts. highest: id of the prompts' tokens. sampling:
+    temperature, top_p, top_k."""
     from megappo.rollout.generation import generate
     from megappo.rollout.types import SamplingParams
     from megappo.trainer.experience.collect import make_requests, pack_experience
@@ -91,13 +94,18 @@ def distances(
     start = time.perf_counter()
     responses = generate(engine, requests, drawn)
     seconds = time.perf_counter() - start
-    batch = pack_experience(requests, responses, with_top_k_ids=drawn.top_k_width > 0)
+    moe = engine._model.arch.moe
+    recorded = {"with_top_k_ids": drawn.top_k_width > 0, "num_experts": 0 if moe is None else moe.num_experts}
+    batch = pack_experience(requests, responses, **recorded)
     mask = batch["response_mask"]
     print(f"{int(mask.sum())} tokens, {seconds / int(mask.sum()) * 1e6:.0f} us each")
     found = {}
     for dtype in logits:
         logprob, _ = LanguageModel(policy, drawn.temperature, dtype).logprobs(batch, want_entropy=False)
         found[dtype] = (logprob - batch["rollout_logprob"])[mask].abs()
+        if moe is not None:
+            logprob, _ = LanguageModel(policy, drawn.temperature, dtype, replays_experts=False).logprobs(batch, want_entropy=False)
+            found[f"{dtype}, own experts"] = (logprob - batch["rollout_logprob"])[mask].abs()
     return found
 
 
@@ -110,7 +118,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     device = select_device("auto")
     start_alone(device)
-    policy = policy_of(arguments.model, arguments.dtype, device)
+    policy = policy_of(arguments.model, arguments.trainer_dtype or arguments.dtype, device)
     engine = engine_of(arguments.model, arguments.dtype, device, 20 + arguments.tokens, RolloutConfig())
     engine.connect(policy)
     engine.push_weights(1)

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,7 +29,7 @@ from megappo.commands.plan.memory import GIB
 from megappo.config.schema import TrainConfig
 from megappo.runtime.libraries import quiet_libraries
 from megappo.telemetry.console import keep_console
-from megappo.telemetry.hardware import PROFILES, Hardware, hardware_of, load_hardware
+from megappo.telemetry.hardware import PROFILES, Hardware, dump_hardware, hardware_of, load_hardware
 
 RANKS = 2  # at once, if there is room: ranks share a machine's memory and cores, and a profile has the rates of one beside another
 # On a busy machine calls are seldom undisturbed: even the fastest of eight may take twice its time.
@@ -71,6 +70,8 @@ def probe() -> Hardware:
         "gpus_per_node": gpus or cores,
         # Measured rates are reached in full: take no share of them.
         "matmul_share": 1.0,
+        "attention_share": min(1.0, base.attention_share / base.matmul_share),
+        "experts_share": base.experts_share / base.matmul_share,
         "memory_share": 1.0,
         "link_share": 1.0,
         "source": f"measured by benchmarks/probe.py with {ranks} ranks on {here}",
@@ -78,15 +79,8 @@ def probe() -> Hardware:
     if gpus:
         measured["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
     name = "gpu-here" if gpus else "cpu-here"
-    facts = {key: value for key, value in asdict(replace(base, name=name)).items() if key != "name"}
+    facts = {key: value for key, value in asdict(replace(base, name=name)).items() if key not in ("name", "calibration")}
     return hardware_of(name, {**facts, **measured}, str(PROFILES))
-
-
-def dump_hardware(hardware: Hardware) -> str:
-    """Write the profile as YAML, to be saved and given to --gpu."""
-    return yaml.safe_dump(
-        {hardware.name: {key: value for key, value in asdict(hardware).items() if key != "name"}}, sort_keys=False
-    )
 
 
 def measure_rates(device: torch.device, folder: str) -> dict[str, float]:

@@ -20,7 +20,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megappo.config.keys import Choice, choice_of, is_mapping, item_class, section_class, section_classes
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS, SupervisedConfig
 from megappo.telemetry.metrics import GROUPS, STAGES, Metric
 
 CONFIG_HEAD = """# Configuration
@@ -117,11 +118,11 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) ->
         yield from (f"### {name}", "", *([] if text in listed.texts else [text, ""]))
     listed.texts |= {text} | {field.description or "" for _, field in values}
     yield from table_lines(name, values, properties, listed)
-    yield from inner_lines(name, cls, listed)
+    yield from inner_lines(name, cls.model_fields, listed)
 
 
-def inner_lines(name: str, cls: type[BaseModel], listed: Listed) -> Iterator[str]:
-    for key, field in cls.model_fields.items():
+def inner_lines(name: str, fields: Mapping[str, FieldInfo], listed: Listed) -> Iterator[str]:
+    for key, field in fields.items():
         dotted = f"{name}.{key}" if name else key
         choice = choice_of(field.annotation, field.discriminator)
         inner = section_class(field)
@@ -153,7 +154,7 @@ def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterat
     for cls in choice.sections.values():
         if cls not in listed.classes:
             listed.classes.add(cls)
-            yield from inner_lines(name, cls, listed)
+            yield from inner_lines(name, cls.model_fields, listed)
 
 
 def table_lines(name: str, values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any], listed: Listed) -> Iterator[str]:
@@ -185,23 +186,31 @@ def config_page() -> str:
     lines += section_lines("", TrainConfig, "", listed)
     # What both commands have is shown once.
     listed.rows = dict.fromkeys(listed.rows, "megappo train")
-    shared = [key for key, field in SftConfig.model_fields.items() if _is_shared(key, field)]
-    lines += ["## `megappo sft`", "", f"As in `megappo train`, with all that is in them: {_code(shared)}.", ""]
-    for key, field in SftConfig.model_fields.items():
-        if key not in shared and (own := section_class(field)) is not None:
-            lines += section_lines(key, own, field.description or "", listed)
+    before: dict[str, type[BaseModel]] = {"megappo train": TrainConfig}
+    for cls in KINDS.values():
+        lines += kind_lines(cls, before, listed)
+        name = f"megappo {cls.command}"
+        listed.rows = {row: place if place.startswith("megappo ") else name for row, place in listed.rows.items()}
+        before[name] = cls
     return linked("\n".join(lines).rstrip()) + "\n"
+
+
+def kind_lines(cls: type[SupervisedConfig], before: Mapping[str, type[BaseModel]], listed: Listed) -> Iterator[str]:
+    """Yield the part of a command. before: command -> configuration of those that the page has; what they have is named only."""
+    yield from (f"## `megappo {cls.command}`", "")
+    own = dict(cls.model_fields)
+    for name, other in before.items():
+        if shared := [key for key in own if (there := other.model_fields.get(key)) and there.annotation == own[key].annotation]:
+            yield from (f"As in `{name}`, with all that is in them: {_code(shared)}.", "")
+        own = {key: field for key, field in own.items() if key not in shared}
+    values = [(key, field) for key, field in own.items() if not section_classes(field)]
+    yield from table_lines(f"megappo {cls.command}", values, cls.model_json_schema()["properties"], listed)
+    yield from inner_lines("", own, listed)
 
 
 def linked(text: str) -> str:
     """Link the pages that the text names as a reader of the code finds them; in docs/ they are neighbours."""
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)
-
-
-def _is_shared(key: str, field: FieldInfo) -> bool:
-    """True for a key or section of `megappo sft` that `megappo train` has with the same values."""
-    train = TrainConfig.model_fields.get(key)
-    return train is not None and train.annotation == field.annotation
 
 
 # ---------------------------------------------------------------------------------------------------------------------- metrics

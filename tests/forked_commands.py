@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megappo.commands.launch import fork_server, processes, training
+from megappo.commands.launch.processes import ForkedProcesses, RankProcess
+from megappo.runtime.helper_process import deaf_to_stop
 from tests.worlds import IMPORTED_ONCE
 
 
@@ -31,6 +38,15 @@ def run_script(script: Path, *arguments: object, cwd: Path) -> subprocess.Comple
 def run_code(code: str, *, cwd: Path) -> subprocess.CompletedProcess:
     """`python -c CODE` there, as `run_script`."""
     return _forked(_code, ["-c", code], cwd)
+
+
+def start_command(*arguments: object, output: str | Path, errors: str | Path, environment: Mapping[str, str]) -> BaseProcess:
+    """`megappo ARGUMENTS` in a session of its own, with this environment and the calls of its AFTER_IMPORT (scripts/after_import).
+    Its ranks are in its process group, as ever, and forks of a child of it. output, errors: a terminal, which becomes the
+    session's, a named pipe, or a file. The process has started."""
+    process = _process(_lead, ["megappo", *map(str, arguments)], str(output), str(errors), dict(environment))
+    process.start()
+    return process
 
 
 class ForkedRanks:
@@ -107,9 +123,68 @@ def _process(target: Callable[..., None], *args: object) -> BaseProcess:
 
 
 def _begin(run: Callable[[list[str]], None], words: list[str], folder: str, environment: dict[str, str], cwd: str) -> None:
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
+    _turn_to(Path(folder, "out"), Path(folder, "err"), environment)
     os.chdir(cwd)
+    run(words)
+
+
+def _turn_to(output: str | Path, errors: str | Path, environment: Mapping[str, str]) -> None:
+    for descriptor, name in ((1, output), (2, errors)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
-    run(words)
+
+
+class _Forks(ForkedProcesses):
+    """The launcher's end of a child that forks ranks; the imports are done."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel, self._codes, self._open = channel, {}, True
+        self.descriptors = (channel.fileno(),)
+        assert super().unfit() is None
+
+    def unfit(self) -> None:
+        return None  # it has been read
+
+    def is_alive(self) -> bool:
+        return self._open
+
+    def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
+        return super().start({**os.environ, **environment}, arguments)  # the child has the environment of before the command
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _lead(words: list[str], output: str, errors: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it, and so would all that they start
+    if Path(output).is_char_device():
+        os.open(output, os.O_RDWR)  # opened for writing alone, it does not become the session's
+    _turn_to(output, errors, environment)
+    # As in a process of its own, whose first shared memory starts the tracker.
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore
+    for call in environment.get("AFTER_IMPORT", "").split():
+        name, function = call.split("=")
+        home, attribute = function.split(":")
+        getattr(importlib.import_module(home), attribute)(importlib.import_module(name))
+    ours, theirs = Pipe()
+    launcher = os.getpid()
+    with theirs, deaf_to_stop():
+        if os.fork() == 0:
+            ours.close()
+            sys.exit(_fork_ranks(os.dup(theirs.fileno()), launcher))
+    forks = _Forks(ours)
+    setattr(training, "NewProcesses", lambda module: forks)
+    setattr(processes, "ForkedProcesses", lambda module, preload: forks)
+    _command(words)
+
+
+def _fork_ranks(descriptor: int, launcher: int) -> int:
+    """Fork ranks, and in each of them return its exit code. An error that ends a rank is told as by an interpreter: multiprocessing
+    would print it alone, and call no hook of the rank's."""
+    try:
+        return fork_server.main(descriptor, launcher, training.RANK_MODULE, ())
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1

@@ -4,6 +4,7 @@ Complements `test_cli.py`, which has the mistakes in the keys themselves: here a
 tokenizers, data, directories, packages), for every command, and the recipes as a user meets them first: without their model.
 """
 
+import itertools
 import json
 import time
 from io import BytesIO
@@ -181,6 +182,17 @@ BAD = {
         ["reference.model={}/reference"],
         ["reference.model = ", "id 4 of its tokenizer is 'a', of the policy's '", "the reference reads the policy's ids"],
     ),
+    "teacher of another tokenizer": (
+        other_pieces("teacher"),
+        ["teacher.model={}/teacher", "algorithm.distillation.coef=1"],
+        ["teacher.model = ", "id 4 of its tokenizer is 'a', of the policy's '", "the teacher reads the policy's ids"],
+    ),
+    "teacher of a smaller vocabulary": (
+        checkpoint(vocab_size=32),
+        ["teacher.model={}/other", "algorithm.distillation.coef=1"],
+        ["teacher.model: its vocabulary has 32 tokens and the policy's 64"],
+    ),
+    "no teacher": (nothing, ["algorithm.distillation.coef=1"], ["teacher.model = null", "algorithm.distillation needs a teacher"]),
     "head that no checkpoint holds": (nothing, ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"]),
     "tokenizer missing": (nothing, ["data.tokenizer=absent"], ["tokenizer absent does not exist", "data.tokenizer"]),
     "tokenizer without eos": (hf_tokenizer(eos_token=None), [], ["tokenizer_config.json", "no eos_token", '"eos_token": "</s>"']),
@@ -495,8 +507,8 @@ MISPLACED = {
 COMMANDS = {"train": [], "plan": [], "launch": ["--nodes", "2", "--gpus-per-node", "2", "--dry-run"]}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("case", MISPLACED)
+# Each mistake by one command in turn: what is checked is the same function in all of them, and each is seen to ask it.
+@pytest.mark.parametrize("case, command", zip(MISPLACED, itertools.cycle(COMMANDS)))
 def test_ranks_of_roles_that_cannot_work_are_refused_by_every_command(case, command, tmp_path, capsys):
     overrides, fragments = MISPLACED[case]
     assert_refused(capsys, tmp_path, fragments, command, write_run(tmp_path), *COMMANDS[command], *APART, *overrides)
@@ -584,6 +596,11 @@ BAD_SFT = {
     "data missing": ({"train": "absent.jsonl"}, [], ["absent.jsonl does not exist"]),
     "response key absent": ({"response_key": "gold"}, [], ["data.response_key=gold", "prompt, answer"]),
     "nothing short enough": ({"max_tokens": 2}, [], ["data.max_tokens"]),
+    "fewer than a batch": (
+        {},
+        ["trainer.batch_size=81"],
+        ["trainer.batch_size = 81: more than the 80 demonstrations of", "jsonl ("],
+    ),
     "checkpoint missing": ({}, ["policy.model=absent"], ['policy.model = "absent"', "is not a directory"]),
     "kernels of a gpu": ({}, ["kernels=cuda"], ['kernels = "cuda"', "this run is on the CPU"]),
     "key of ppo": ({}, ["rollout.tp=2"], ["rollout.tp", "unknown key"]),
@@ -607,6 +624,27 @@ BAD_SFT = {
 def test_sft_refuses_the_same_way(case, tmp_path, capsys):
     data, overrides, fragments = BAD_SFT[case]
     assert_refused(capsys, tmp_path, fragments, "sft", sft_run(tmp_path, **data), *overrides)
+
+
+def test_sft_refuses_a_teacher_that_does_not_fit(tmp_path, capsys):
+    path, model = sft_run(tmp_path), f"teacher.model={tmp_path / 'model'}"
+    other_pieces("teacher")(tmp_path)
+    for overrides, fragments in (
+        (["distillation.top_k=4"], ["teacher.model = null: distillation needs a teacher"]),
+        (["distillation.top_k=65", model], ["distillation.top_k = 65: the vocabulary has 64 tokens"]),
+        (["distillation.top_k=4", f"teacher.model={tmp_path / 'teacher'}"], ["id 4 of its tokenizer is 'a', of the policy's '"]),
+        ([model], ["teacher.model = ", "has no effect: distillation is not set"]),
+    ):
+        assert_refused(capsys, tmp_path, fragments, "sft", path, *overrides)
+
+
+def test_a_reward_model_without_the_head_that_it_is_to_start_from_names_its_own_key(tmp_path, capsys):
+    path = sft_run(tmp_path)
+    config = json.loads(path.read_text())
+    model = {**config.pop("policy"), "value_head": "checkpoint"}
+    path.write_text(json.dumps({**config, "kind": "reward_model", "reward_model": model}))
+    said = ["reward_model.model", "has no value head", "set reward_model.value_head to zero or normal"]
+    assert_refused(capsys, tmp_path, said, "train-reward-model", path)
 
 
 def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):

@@ -9,7 +9,8 @@ from megappo.config.foreign.tables import exact_rule
 from megappo.config.keys import sections, value_keys
 from megappo.config.loading import load_config
 from megappo.config.rollout_checks import MAX_REPLAYED_TOP_K
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS
 from megappo.rewards.base import RewardInput
 from megappo.rewards.rules import make_rule
 from megappo.rollout.types import SamplingParams
@@ -18,8 +19,8 @@ from tests.telemetry.catalogue import metric_of
 from tests.trainer.public_models import PUBLIC
 
 ROOT = Path(__file__).parents[1]
-KEYS = {key for cls in (TrainConfig, SftConfig) for key, _ in value_keys(cls)}
-SECTIONS = {name for cls in (TrainConfig, SftConfig) for name, _ in sections(cls)}
+KEYS = {key for cls in (TrainConfig, *KINDS.values()) for key, _ in value_keys(cls)}
+SECTIONS = {name for cls in (TrainConfig, *KINDS.values()) for name, _ in sections(cls)}
 CODE = re.compile(r"`([^`]+)`")
 
 
@@ -112,7 +113,7 @@ def test_the_table_of_recipes_is_what_the_files_say(row):
     assert config.policy.model.startswith(f"./models/{row[1]}")
     memory = re.search(r"of (\d+) GB", text)
     assert memory is not None and row[2] == f"{config.run.num_ranks} x {memory[1]} GB"
-    assert row[3] == (layouts(config) if config.run.num_ranks > 1 else "one rank")
+    assert config.run.num_ranks is not None and row[3] == (layouts(config) if config.run.num_ranks > 1 else "one rank")
 
 
 def layouts(config):

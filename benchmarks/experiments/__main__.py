@@ -2,7 +2,8 @@
 1,2]
 
 Trains every arm of every task from every seed on one CPU rank, one run after the other, and writes docs/experiments.json,
-docs/experiments.md and docs/images/experiment_*.svg. Runs that have finished in --folder are not repeated. `--only-page` trains
+docs/experiments.md and docs/images/experiment_*.svg. Runs that have finished in --folder are not repeated, and figures of runs that
+are not there stay. `--only-page` trains
 nothing: it reads what has finished there, or without --folder writes page and pictures anew from docs/experiments.json.
 """
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = args.folder.absolute()
         if not args.only_page:
             train_all(folder, tasks, arms, seeds)
-        figures = {"machine": machine(), "seeds": seeds, "results": read_results(folder, seeds)}
+        known = json.loads(page.FIGURES.read_text("utf-8"))["results"]
+        figures = {"machine": machine(), "seeds": seeds, "results": read_results(folder, seeds, known)}
         page.FIGURES.write_text(json.dumps(figures, separators=(",", ":")) + "\n", encoding="utf-8")
     write_page()
 

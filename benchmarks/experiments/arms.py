@@ -16,8 +16,19 @@ if TYPE_CHECKING:
 WARM_UP = 6  # steps
 GROUP = 4  # responses to a prompt
 UPDATES = 4  # of the policy in a step
+APART: Mapping[str, Any] = {
+    "run.num_ranks": 2,
+    "rollout.ranks": "1",
+    **{f"{role}.ranks": "0" for role in ("policy", "critic", "reference")},
+}
+"""A rank trains and a rank generates. Without staleness the runs are the baseline's (tests/trainer/test_asynchronous.py)."""
 NO_CRITIC: Mapping[str, Any] = {"algorithm.lam": None, "critic": None}
 """Keys of a critic are taken back where there is none: they would have no effect, and are refused."""
+
+
+def beside(max_staleness: int, correction: str) -> dict[str, Any]:
+    """Keys of generation beside training."""
+    return {**APART, "rollout.max_staleness": max_staleness, "algorithm.importance_sampling.type": correction}
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,12 @@ ARMS: Mapping[str, Arm] = {
     "age2_tis": Arm("age 0 to 2, tis", {"rollout.push_every": 3, "algorithm.importance_sampling.type": "tis"}),
     "age4": Arm("age 0 to 4", {"rollout.push_every": 5}),
     "age4_tis": Arm("age 0 to 4, tis", {"rollout.push_every": 5, "algorithm.importance_sampling.type": "tis"}),
+    "stale1": Arm("max_staleness 1", beside(1, "none")),
+    "stale1_tis": Arm("max_staleness 1, tis", beside(1, "tis")),
+    "stale4": Arm("max_staleness 4", beside(4, "none")),
+    "stale4_tis": Arm("max_staleness 4, tis", beside(4, "tis")),
+    "stale8": Arm("max_staleness 8", beside(8, "none")),
+    "stale8_tis": Arm("max_staleness 8, tis", beside(8, "tis")),
 }
 BASELINE = "baseline"
 
@@ -66,6 +83,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "age": Experiment(
         "Responses by older weights, without and with correction", (BASELINE, "age2", "age2_tis", "age4", "age4_tis")
+    ),
+    "staleness": Experiment(
+        "Generation beside training, without and with correction",
+        (BASELINE, *(f"stale{k}{correction}" for k in (1, 4, 8) for correction in ("", "_tis"))),
     ),
 }
 

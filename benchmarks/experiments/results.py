@@ -24,9 +24,9 @@ Results = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
 """Task -> arm -> seed -> {reward, explained: step by step; held_out}."""
 
 
-def read_results(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Read the finished runs."""
-    found: dict[str, Any] = {}
+def read_results(folder: Path, seeds: Sequence[int], known: Results | None = None) -> dict[str, Any]:
+    """Read the finished runs. known: results that stay where the folder has none."""
+    found: dict[str, Any] = {task: {arm: dict(of_seeds) for arm, of_seeds in arms.items()} for task, arms in (known or {}).items()}
     for task in TASKS:
         for arm in ARMS:
             for seed in seeds:

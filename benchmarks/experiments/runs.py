@@ -8,10 +8,14 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.experiments.arms import ARMS, keys_of, overrides, unshifted
 from benchmarks.experiments.tasks import ROOT, TASKS, prepare
 from megappo.commands.runs.read import read_run
+
+if TYPE_CHECKING:
+    from megappo.rollout.types import RolloutEngine
 
 TIMEOUT_S = 1800.0
 
@@ -32,7 +36,8 @@ def train(folder: Path, task: str, arm: str, seed: int) -> None:
     if is_finished(run_dir):
         return
     shutil.rmtree(run_dir, ignore_errors=True)
-    spawn_world(_train_rank, 1, run_dir, prepare(folder, task), task, arm, seed, timeout_s=TIMEOUT_S)
+    num_ranks = keys_of(task, arm)["run.num_ranks"]
+    spawn_world(_train_rank, num_ranks, run_dir, prepare(folder, task), task, arm, seed, timeout_s=TIMEOUT_S)
 
 
 def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed: int) -> None:
@@ -53,8 +58,11 @@ def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed
         "data.tokenizer": files / "model" / "tokenizer.model",
     }
     config = load_config(ROOT / "configs" / "quickstart.yaml", list(overrides({**keys_of(task, arm), **places})))
-    planned = plan_run(config, 1, "cpu")
+    planned = plan_run(config, keys_of(task, arm)["run.num_ranks"], "cpu")
     assert planned.data is not None, "only a plan of shapes has no data"
     wrap, tokenizer = TASKS[task].wrap, planned.data.tokenizer
-    wrapped = None if wrap is None else lambda engine: wrap(engine, files / "data", tokenizer)
+
+    def wrapped(engine: RolloutEngine) -> RolloutEngine:
+        return engine if wrap is None else wrap(engine, files / "data", tokenizer)
+
     main.train(planned.plan.config, planned.data, resume=False, wrap_rollout=wrapped)

@@ -34,13 +34,15 @@ def write_small_model(folder: Path, *, vocab_size: int, num_layers: int) -> None
     model.save_pretrained(folder)
 
 
-def train(folder: Path, name: str, config: dict[str, Any]) -> str | None:
-    """Train to the end as run `name`; return the end of what the run said if it failed."""
+def train(folder: Path, name: str, config: dict[str, Any], after_import: str = "") -> str | None:
+    """Train to the end as run `name`; return the end of what the run said if it failed. after_import: AFTER_IMPORT of its ranks
+    (`scripts/after_import`)."""
     config["run"]["name"] = name
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(config))  # which is YAML too
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    paths = [str(root), *([str(root / "scripts" / "after_import")] if after_import else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths), "AFTER_IMPORT": after_import}
     command = [sys.executable, "-m", "megappo", "train", str(path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     return None if ended.returncode == 0 else (ended.stdout + ended.stderr)[-2000:]

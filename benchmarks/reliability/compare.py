@@ -1,8 +1,10 @@
-"""Compare the ends of two runs bit for bit: every tensor and state of the last checkpoint, and the metrics of every step."""
+"""Compare the ends of two runs bit for bit: every tensor and state of the last checkpoint, and the metrics of every step; or only
+what they were trained on."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +35,17 @@ VOLATILE = (*MEASURED, "checkpoint/", "rollout/push_verified")
 
 @dataclass(frozen=True)
 class Comparison:
-    """step: of both last checkpoints. tensors, values: how many were compared. differing: names, empty if all bits are equal."""
+    """step: of both last checkpoints. tensors, values, samples: how many were compared. differing: names, empty if all agree."""
 
     step: int
     tensors: int
     values: int
     differing: tuple[str, ...]
+    samples: int = 0
 
     def __str__(self) -> str:
         what = f"{self.tensors} tensors and states of step {self.step}, {self.values} metrics"
+        what = f"{self.samples:,} samples of {self.step} steps, none lost, none twice" if self.samples else what
         if not self.differing:
             return f"yes ({what})"
         more = f" and {len(self.differing) - 4} more" if len(self.differing) > 4 else ""
@@ -56,6 +60,24 @@ def compare(clean: Path, other: Path) -> Comparison:
     differing = [] if steps[0] == steps[1] else [f"last step ({steps[0]}, {steps[1]})"]
     differing += _differing(*states) + _differing(*metrics)
     return Comparison(steps[0], len(states[0]), len(metrics[0]), tuple(differing))
+
+
+def compare_samples(clean: Path, other: Path) -> Comparison:
+    """Compare the prompts of all samples of every step, as the trajectories name them, and the ledgers of the last checkpoints.
+    Texts and weights of an asynchronous run are the clock's. ValueError if one of them has no checkpoint."""
+    steps = [_last_step(run) for run in (clean, other)]
+    found = [dict(_samples(run)) for run in (clean, other)]
+    states = [run / "checkpoints" / f"step-{step}" / "state.json" for run, step in zip((clean, other), steps)]
+    ledgers = [json.loads(path.read_text("utf-8"))["loader"]["ledger"] for path in states]
+    differing = _differing(*found) + (["ledger"] if ledgers[0] != ledgers[1] else [])
+    return Comparison(steps[0], 0, 0, tuple(differing), len(found[0]) - 1)
+
+
+def _samples(run: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted((run / "trajectories").iterdir()):
+        yield from ((f"sample {row['sample']} of step {row['step']}", row["id"]) for row in read_lines(path))
+    steps = [str(row["step"]) for row in read_lines(run / "metrics.jsonl") if row["step"]]
+    yield "steps", " ".join(steps)  # one that was logged twice is a difference
 
 
 def _last_step(run: Path) -> int:

@@ -161,6 +161,8 @@ HARMLESS: dict[str, Callable[[Target], str]] = {
     "lost": lose_directory,
 }
 KINDS = FATAL | HARMLESS
+OF_TRAINING = ("nan", "slow")
+"""Kinds for ranks that train; those of a rollout half have neither gradients nor a part of a checkpoint."""
 MEANING = {
     "kill": "SIGKILL of a rank",
     "stop": "SIGSTOP of a rank",

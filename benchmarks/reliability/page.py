@@ -78,6 +78,7 @@ def sentences(figures: Figures) -> dict[str, str]:
     by_kind = {kind: [outcome for outcome in outcomes(soak) if outcome.injection.kind == kind] for kind in KINDS}
     return {
         "kills": f"{_survived(kills)}: {_times(outcomes(kills))}",
+        "asynchronous": _survived(figures["asynchronous"]),
         "all": f"{_survived(soak)}; all ten took {soak['faulty_s'] - soak['clean_s']:.0f} s",
         "all_compared": f"{soak['tensors']} tensors and states and {soak['values']} metrics of a clean run and one under faults",
         **{f"{kind}_times": _times(faults) for kind, faults in by_kind.items() if faults},
@@ -121,7 +122,9 @@ def outcomes(soak: Figures) -> list[Outcome]:
 
 def _survived(soak: Figures) -> str:
     survived = sum(not outcome.wrong for outcome in outcomes(soak))
-    return f"{survived} of {len(soak['faults'])} survived, end {'equal' if soak['equal'] else 'NOT equal'} bit for bit"
+    equal = "" if soak["equal"] else "NOT "
+    end = f"{soak['samples']:,} samples {equal}in the clean run's order" if soak.get("samples") else f"end {equal}equal bit for bit"
+    return f"{survived} of {len(soak['faults'])} survived, {end}"
 
 
 def _times(faults: Sequence[Outcome]) -> str:

@@ -37,6 +37,7 @@ PROMISES = (
         (
             "tests/trainer/test_recipes.py::test_a_resumed_run_takes_the_prompts_that_follow",
             "tests/trainer/test_asynchronous.py::test_a_resume_on_the_events_of_a_run_is_that_run",
+            "tests/trainer/test_asynchronous.py::test_killed_ranks_of_both_halves_lose_no_prompt_and_none_trains_twice",
             "tests/trainer/test_asynchronous.py::test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so",
             "tests/benchmarks/test_chaos.py::test_a_run_under_faults_ends_with_the_bits_of_a_clean_one",
         ),
@@ -263,6 +264,7 @@ PROMISES = (
         "A failure of the log (full disk, dead writer, closed console) does not end training",
         (
             "tests/trainer/test_side_work.py::test_a_full_disk_loses_records_and_nothing_of_the_training",
+            "tests/rollout/test_server.py::test_a_log_on_a_full_disk_ends_no_run",
             "tests/telemetry/test_side_work.py::test_tensorboard_goes_on_in_a_new_file_after_the_death_of_its_writer",
             "tests/commands/launch/test_training.py::test_training_goes_on_where_nobody_reads_its_console",
         ),

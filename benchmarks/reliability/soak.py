@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.reliability.faults import FATAL, KINDS, MEANING, NotInjected, Target, is_ready, survivors
+from benchmarks.reliability.faults import FATAL, KINDS, MEANING, OF_TRAINING, NotInjected, Target, is_ready, survivors
 from benchmarks.reliability.live import LiveRun, Row, kill
 from megappo.config.errors import ConfigError
 
@@ -51,8 +51,11 @@ class Outcome:
         return [MEANING[self.injection.kind], str(self.at), detected, recovered, str(self.lost), end]
 
 
-def draw(kinds: Sequence[str], number: int, seed: int, *, steps: int, save_every: int, ranks: int) -> list[Injection]:
-    """Draw `number` faults, every kind in turn in a random order, evenly over the run's steps.
+def draw(
+    kinds: Sequence[str], number: int, seed: int, *, steps: int, save_every: int, ranks: int, training_ranks: int
+) -> list[Injection]:
+    """Draw `number` faults, every kind in turn in a random order, evenly over the run's steps. training_ranks: the first, if others
+    only generate.
 
     ConfigError if the run is too short: between two faults a checkpoint must be written, or the guard against restarts without
     progress would end the run.
@@ -71,7 +74,8 @@ def draw(kinds: Sequence[str], number: int, seed: int, *, steps: int, save_every
             chosen.shuffle(order)
         # The writer of the metrics is rank 0: the disk of another one fills up, or their rows would be lost with it.
         lowest = 1 if order[index % len(order)] == "full" else 0
-        rank, phase = chosen.randrange(lowest, ranks), chosen.random()
+        above = training_ranks if order[index % len(order)] in OF_TRAINING else ranks
+        rank, phase = chosen.randrange(lowest, above), chosen.random()
         step = int(first + (index + 0.5) * apart) + chosen.randint(0, slack)
         injections.append(Injection(order[index % len(order)], min(step, last), rank, phase, chosen.randrange(2**32)))
     return injections

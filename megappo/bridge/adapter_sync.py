@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from copy import copy
 from math import prod
 from typing import Protocol
 
@@ -65,6 +66,12 @@ class AdapterSync:
         adapters = None if policy is None else policy.adapters
         self._mine = () if adapters is None or position is None else first_held(adapters.pieces(), position)
         self._has_base = False
+
+    def rerouted(self, destinations: tuple[int, ...]) -> AdapterSync:
+        """Return as `WeightSync.rerouted`; the frozen weights are pushed again, as an engine may be new."""
+        other = copy(self)
+        other._has_base, other._base, other._wire = False, self._base.rerouted(destinations), Wire(self._wire.device, None)
+        return other
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
         """Push like `WeightSync.push`. Bytes are those of adapters, and of the frozen weights at the first push. Collective."""

@@ -7,18 +7,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megappo.models.pieces import Box, Piece, PieceMap, check_tiling, rectangle
+from megappo.models.pieces import Box, Piece, PieceMap, check_tiling, rectangle, shape_as_2d
 
 
 class Move(NamedTuple):
     """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
-    d_col) of rank `dst`'s tensor `target`. s_slot, d_slot: leading index of 3-D tensors, else 0."""
+    d_col) of rank `dst`'s tensor `target`. s_slot, d_slot: leading index of 3-D tensors, else 0. dtype: of the target, on the wire
+    too. turned: the source holds the rectangle transposed."""
 
     step: int
     """Place in the order of all moves; moves of one step belong to tensors that different ranks hold."""
@@ -35,10 +36,21 @@ class Move(NamedTuple):
     d_slot: int
     rows: int
     cols: int
+    dtype: torch.dtype
+    turned: bool
 
     @property
     def numel(self) -> int:
         return self.rows * self.cols
+
+    @property
+    def source_size(self) -> tuple[int, int]:
+        return (self.cols, self.rows) if self.turned else (self.rows, self.cols)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size on the wire: whole words of 4 bytes, so that fp32 moves are aligned behind bf16 ones."""
+        return -(-self.numel * self.dtype.itemsize // 4) * 4
 
 
 def module_of(target: str) -> str:
@@ -51,7 +63,7 @@ Inspect = Callable[[str, Tensor], None]
 
 
 class Shape(NamedTuple):
-    """Shape of a parameter as `slots` matrices of rows x cols; [n] is 1 x n x 1."""
+    """Shape of a parameter as `slots` matrices of rows x cols; [n] is 1 x n x 1 and [n, 1, k] is 1 x n x k (`pieces.rectangle`)."""
 
     slots: int
     rows: int
@@ -60,9 +72,8 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, size: Sequence[int]) -> Shape:
         if len(size) == 3:
-            return cls(*size)
-        rows, cols = (*size, 1)[:2]  # [n] is a column
-        return cls(1, rows, cols)
+            return cls(*size) if size[1] > 1 else cls(1, size[0], size[2])
+        return cls(1, *shape_as_2d(size))
 
 
 class Fill(NamedTuple):
@@ -76,19 +87,23 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True)
 class Destination:
-    """Parameters of one engine rank: pieces to receive, constants to set, and shapes."""
+    """Parameters of one engine rank: pieces to receive, constants to set, and shapes. dtype: of all parameters but `others`, which
+    an engine keeps in more bits (corrections of experts' scores)."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...]
     shapes: Mapping[str, Shape]
     dtype: torch.dtype
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.others.get(name, self.dtype)
 
     def check_complete(self) -> None:
         """Raise ValueError unless pieces and fills cover every parameter exactly once."""
         parts: dict[tuple[str, int], list[Box]] = defaultdict(list)
         for piece in self.pieces:
-            place = Box(piece.row, piece.row + piece.box.rows, piece.col, piece.col + piece.box.cols)
-            parts[piece.local, piece.slot].append(place)
+            parts[piece.local, piece.slot].append(piece.place_of(piece.box))
         for fill in self.fills:
             parts[fill.target, fill.slot].append(fill.box)
         for name, shape in self.shapes.items():
@@ -143,10 +158,9 @@ class ParameterReceiver:
         """Describe this rank's parameters; `tensors` is unused, as the pieces name them."""
         with self._open() as parameters:
             own = {name: parameters[local] for name, local in self._local.items()}
-            dtypes = {parameter.dtype for parameter in own.values()}
-            assert len(dtypes) <= 1, f"a transfer has one type, the parameters have {dtypes}"
+            dtypes = {name: parameter.dtype for name, parameter in own.items()}
             shapes = {name: Shape.of(parameter.shape) for name, parameter in own.items()}
-        return Destination(tuple(self._own), (), shapes, dtypes.pop() if dtypes else torch.float32)
+        return Destination(tuple(self._own), (), shapes, torch.float32, dtypes)
 
     @contextmanager
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> Iterator[Land]:

@@ -16,6 +16,8 @@ from math import lcm
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
+
 from megappo.bridge.destination import Move
 from megappo.bridge.target import Parameter, Target, whole_name
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, check_tiling
@@ -118,6 +120,7 @@ class _Cut(NamedTuple):
     box: Box
     source: _Source
     target: Piece
+    dtype: torch.dtype
     turn: int
     step: int
     mark: int
@@ -171,8 +174,12 @@ class _Order(NamedTuple):
     @classmethod
     def of(cls, ends: Ends, lengths: Sequence[int]) -> _Order:
         """Order the sections. lengths: steps of every template of the policy."""
-        layers = [sum(piece.box.area for piece in template) for target in ends.targets for template in target.templates]
-        at_once = max(1, OPEN_BYTES // max(1, max(layers) * ends.targets[0].dtype.itemsize))
+        layers = [
+            sum(piece.box.area * parameters[piece.local].dtype.itemsize for piece in template)
+            for target in ends.targets
+            for template, parameters in zip(target.templates, target.parameters)
+        ]
+        at_once = max(1, OPEN_BYTES // max(1, *layers))
         # Sections of different pipeline stages share steps, so that all stages send at once, as long as the open modules fit
         # OPEN_BYTES.
         stages: dict[int, list[int]] = defaultdict(list)
@@ -211,7 +218,7 @@ class _Plan:
             section = self.ends.pieces.sections[number]
             kind = section.template, target.sections[number]
             if kind not in known:
-                known[kind] = list(self._cuts(self._boxes[kind[0]], kind[0], target.templates[kind[1]]))
+                known[kind] = list(self._cuts(self._boxes[kind[0]], kind[0], target, kind[1]))
                 self._check(target.templates[kind[1]], known[kind], section)
             for cut in known[kind]:
                 src = self._holding(cut, section).sender(cut.turn + number, position)
@@ -230,23 +237,24 @@ class _Plan:
             for tp_rank, target in enumerate(self.ends.targets if own[here] else ()):
                 key = (*here, tp_rank, target.sections[number])
                 if key not in known:
-                    known[key] = list(self._cuts(own[here], section.template, target.templates[key[3]]))
+                    known[key] = list(self._cuts(own[here], section.template, target, key[3]))
                 for cut in known[key]:
                     fed = self._holding(cut, section).fed_by(self.rank, cut.turn + number, tp_rank)
                     self.outgoing += self._moves(cut, section, begin, self.rank, fed)
                     for dst in fed:
                         self._prove(self.sent, dst, cut.mark, number, begin)
 
-    def _cuts(self, boxes: _Boxes, template: int, wanted: Sequence[Piece]) -> Iterator[_Cut]:
-        """Yield the moves from these boxes in the order of a target template's pieces; within a piece by box."""
-        for turn, piece in enumerate(wanted):
+    def _cuts(self, boxes: _Boxes, template: int, target: Target, wanted: int) -> Iterator[_Cut]:
+        """Yield the moves from these boxes in the order of the pieces of template `wanted` of a target; within a piece by box."""
+        for turn, piece in enumerate(target.templates[wanted]):
             if piece.hf not in boxes:  # a sender holds few of all experts
                 continue
             parts = [(box, one) for one in boxes[piece.hf] if (box := one.box.intersect(piece.box))]
             for box, source in sorted(parts, key=lambda part: part[0]):
                 step = self._steps[template][piece.hf]
-                facts = box, [held.piece for held in source.held], piece, turn, step
-                yield _Cut(box, source, piece, turn, step, _hash(repr(facts)))
+                dtype = target.parameters[wanted][piece.local].dtype
+                facts = box, [held.piece for held in source.held], piece, dtype, turn, step
+                yield _Cut(box, source, piece, dtype, turn, step, _hash(repr(facts)))
 
     def _check(self, wanted: Sequence[Piece], cuts: Sequence[_Cut], section: Section) -> None:
         # check_tiling raises ValueError unless the cuts fill each wanted piece exactly
@@ -270,11 +278,10 @@ class _Plan:
         box, target = cut.box, cut.target
         source = cut.source.piece_of(self._position[src] - section.first)
         hf, local, engine = section.hf + target.hf, section.local + source.local, whole_name(target.local, section)
-        # Offsets within the local tensors: the piece's place plus the box's offset in the piece.
-        s_row, s_col = source.row + box.r0 - source.box.r0, source.col + box.c0 - source.box.c0
-        d_row, d_col = target.row + box.r0 - target.box.r0, target.col + box.c0 - target.box.c0
-        there, here, size = (hf, local, s_row, s_col, source.slot), (engine, d_row, d_col, target.slot), (box.rows, box.cols)
-        return [Move(begin + cut.step, src, dst, *there, *here, *size) for dst in dsts]
+        origin, place = source.place_of(box), target.place_of(box)
+        there, here = (hf, local, origin.r0, origin.c0, source.slot), (engine, place.r0, place.c0, target.slot)
+        how = place.rows, place.cols, cut.dtype, source.turned != target.turned
+        return [Move(begin + cut.step, src, dst, *there, *here, *how) for dst in dsts]
 
     @staticmethod
     def _prove(proofs: dict[int, int], peer: int, mark: int, section: int, begin: int) -> None:

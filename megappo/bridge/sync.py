@@ -10,14 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Inspect, Land, Move, WeightReceiver
+from megappo.bridge.destination import Destination, Inspect, Land, Move, Shape, WeightReceiver
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
 from megappo.bridge.target import Target, exchange_targets
 from megappo.bridge.transfer import agree_rounds, disagreements, transfer
@@ -119,8 +119,7 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._policy = policy
-        self._engine = engine
+        self._policy, self._engine, self._route, self._bucket_bytes = policy, engine, route, bucket_bytes
         self._wire = Wire(device, group)
         assert (policy is not None) == (self._wire.rank in route.sources), "a rank has a policy if and only if it is a source"
         assert (engine is not None) == (self._wire.rank in route.destinations), "an engine belongs to every destination"
@@ -129,11 +128,15 @@ class WeightSync:
             destination = self._describe(route)
             ends = self._agreed_ends(route, destination)
             plan = self._agreed_plan(ends)
-            self._dtype = ends.targets[0].dtype
-            self._rounds = agree_rounds(plan, self._dtype.itemsize, bucket_bytes, self._wire)
+            self._rounds = agree_rounds(plan, bucket_bytes, self._wire)
             self._incoming = plan.incoming
             self._extents = _extents([*plan.outgoing, *(move for move in plan.incoming if move.src == self._wire.rank)])
-            self._checksums = Checksums(ends, plan, destination, self._dtype, self._wire)
+            self._checksums = Checksums(ends, plan, destination, self._wire)
+
+    def rerouted(self, destinations: tuple[int, ...]) -> WeightSync:
+        """Return a transfer to these ranks instead, in the world of now. Collective over it."""
+        route = replace(self._route, destinations=destinations)
+        return WeightSync(self._policy, self._engine, route, self._wire.device, bucket_bytes=self._bucket_bytes)
 
     def _check_route(self, route: Route) -> None:
         rank, first = self._wire.rank, self._wire.peers[0]
@@ -158,8 +161,6 @@ class WeightSync:
         mine = None if destination is None else Target.of(destination, route.pieces)
         targets, problem = exchange_targets(mine, tp_rank, replica == 0, route.engine_tp, self._wire)
         lines = [f"rank {self._wire.rank}: {problem}"] if problem else []
-        if len({target.dtype for target in targets}) > 1:
-            lines.append(f"the engine's tp ranks hold {', '.join(str(target.dtype) for target in targets)}")
         self._raise_together(lines, DIFFERENT)
         ends = Ends(route.pieces, route.sources, route.destinations, targets, self._ranks_per_node())
         unused = ends.unused()  # a pure function of what all ranks know: they raise together
@@ -197,7 +198,7 @@ class WeightSync:
             self._engine.weights_changing()
         sums = self._checksums.read_sources(tensors) if verify else None
         with self._session(self._checksums.inspect if verify else None) as land:
-            traffic = transfer(self._rounds, tensors, land, self._dtype, self._wire)
+            traffic = transfer(self._rounds, tensors, land, self._wire)
         if sums is not None:
             self._raise_together(self._checksums.mismatches(sums), f"push of weights {version}: ")
         if self._engine is not None:
@@ -230,7 +231,7 @@ class WeightSync:
             if tensor is None:
                 problems.append(f"rank {rank} has no parameter {source} (for {hf})")
                 continue
-            have_rows, have_cols = (*tensor.shape[-2:], 1)[:2] if len(tensor.shape) > 1 else (tensor.shape[0], 1)
+            _, have_rows, have_cols = Shape.of(tensor.shape)
             if rows > have_rows or cols > have_cols:
                 problems.append(f"rank {rank}: {source} of shape {tuple(tensor.shape)} is too small for its part of {hf}")
         return problems
@@ -241,7 +242,7 @@ def _extents(moves: Sequence[Move]) -> dict[str, tuple[int, int, str]]:
     extents: dict[str, tuple[int, int, str]] = {}
     for move in moves:
         rows, cols, hf = extents.get(move.source, (0, 0, move.hf))
-        last_row, last_col = move.s_row + move.rows, move.s_col + move.cols
+        last_row, last_col = move.s_row + move.source_size[0], move.s_col + move.source_size[1]
         if last_row > rows or last_col > cols:
             extents[move.source] = max(rows, last_row), max(cols, last_col), move.hf
     return extents

@@ -26,13 +26,13 @@ class Parameter(NamedTuple):
 
     name: str
     shape: Shape
+    dtype: torch.dtype
     block: int
 
 
 class Target(NamedTuple):
     """Destination of one engine tp rank. sections: template number of every section of the policy's `PieceMap`."""
 
-    dtype: torch.dtype
     templates: tuple[tuple[Piece, ...], ...]
     parameters: tuple[Mapping[str, Parameter], ...]  # of every template, by the pieces' local name
     sections: tuple[int, ...]
@@ -55,36 +55,43 @@ class Target(NamedTuple):
                 names[known[name]] = name
                 assert owner.setdefault(name, section) is section, f"{name} holds tensors of {owner[name].hf} and {section.hf}"
             skip = len(section.hf)
-            template = tuple(Piece(p.hf[skip:], p.box, known[p.local], p.row, p.col, p.slot) for p in held)
-            # Layers of equal pieces with other sources, shapes or constants are of different kinds.
-            facts = tuple((destination.shapes[name], tuple(fills.get(name, ()))) for name in names.values())
+            template = tuple(p._replace(hf=p.hf[skip:], local=known[p.local]) for p in held)
+            # Layers of equal pieces with other sources, shapes, types or constants are of different kinds.
+            facts = tuple(
+                (destination.shapes[name], destination.dtype_of(name), tuple(fills.get(name, ()))) for name in names.values()
+            )
             kind = section.template, template, facts
             if kind not in kinds:
                 kinds[kind] = len(kinds)
                 columns = _cut_columns(template, pieces.templates[section.template])
-                for generic, (shape, boxes) in zip(names, facts):
+                for generic, (shape, _, boxes) in zip(names, facts):
                     columns[generic].update((shape.cols, *(col for box in boxes for col in (box.c0, box.c1))))
                 parameters.append(
                     {
-                        generic: Parameter(generic, shape, block_bytes(destination.dtype.itemsize, columns[generic]))
-                        for generic, (shape, _) in zip(names, facts)
+                        generic: Parameter(generic, shape, dtype, block_bytes(dtype.itemsize, columns[generic]))
+                        for generic, (shape, dtype, _) in zip(names, facts)
                     }
                 )
             sections.append(kinds[kind])
-        return cls(destination.dtype, tuple(template for _, template, _ in kinds), tuple(parameters), tuple(sections))
+        return cls(tuple(template for _, template, _ in kinds), tuple(parameters), tuple(sections))
 
     def encode(self) -> bytes:
         templates = [[tuple(piece) for piece in template] for template in self.templates]
-        parameters = [[tuple(parameter) for parameter in one.values()] for one in self.parameters]
-        return json.dumps([str(self.dtype), templates, parameters, self.sections], separators=(",", ":")).encode()
+        parameters = [[(name, shape, str(dtype), block) for name, shape, dtype, block in one.values()] for one in self.parameters]
+        return json.dumps([templates, parameters, self.sections], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Target:
-        dtype, templates, parameters, sections = json.loads(data)
+        templates, parameters, sections = json.loads(data)
         return cls(
-            getattr(torch, dtype.removeprefix("torch.")),
             tuple(tuple(Piece(hf, Box(*box), *rest) for hf, box, *rest in template) for template in templates),
-            tuple({name: Parameter(name, Shape(*shape), block) for name, shape, block in one} for one in parameters),
+            tuple(
+                {
+                    name: Parameter(name, Shape(*shape), getattr(torch, dtype.removeprefix("torch.")), block)
+                    for name, shape, dtype, block in one
+                }
+                for one in parameters
+            ),
             tuple(sections),
         )
 
@@ -115,14 +122,13 @@ def _by_section(wanted: Sequence[Piece], pieces: PieceMap) -> list[list[Piece]]:
 
 def _cut_columns(template: Sequence[Piece], sources: Sequence[Held]) -> dict[str, set[int]]:
     """Map each parameter to the columns at which a rectangle that moves into it may begin or end."""
-    cuts: dict[str, set[int]] = defaultdict(set)
+    boxes: dict[str, set[Box]] = defaultdict(set)
     for piece, _ in sources:
-        cuts[piece.hf] |= {piece.box.c0, piece.box.c1}
+        boxes[piece.hf].add(piece.box)
     columns: dict[str, set[int]] = defaultdict(set)
     for piece in template:
-        offset = piece.col - piece.box.c0
-        inside = (cut + offset for cut in cuts[piece.hf] if piece.box.c0 < cut < piece.box.c1)
-        columns[piece.local].update((piece.col, piece.col + piece.box.cols), inside)
+        places = (piece.place_of(part) for box in boxes[piece.hf] if (part := box.intersect(piece.box)))
+        columns[piece.local].update(col for place in (piece.place_of(piece.box), *places) for col in (place.c0, place.c1))
     return columns
 
 

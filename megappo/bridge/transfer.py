@@ -1,12 +1,12 @@
 """Executes a transfer plan: pack -> all_to_all -> land, round by round. A rank knows its own moves only, so all agree on where
-the rounds end and that senders and receivers planned the same. Reads the trainer's parameters in any float dtype and sends the
-engine's. gloo carries CPU tensors, NCCL CUDA tensors; rectangles that stay on their rank are passed as views."""
+the rounds end and that senders and receivers planned the same. Reads the trainer's parameters in any float dtype and sends them
+in the engine's. gloo carries CPU tensors, NCCL CUDA tensors; rectangles that stay on their rank are passed as views."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -41,11 +41,11 @@ def disagreements(plan: RankPlan, wire: Wire) -> list[str]:
     ]
 
 
-def agree_rounds(plan: RankPlan, itemsize: int, cap_bytes: int, wire: Wire) -> list[Round]:
+def agree_rounds(plan: RankPlan, cap_bytes: int, wire: Wire) -> list[Round]:
     """Cut the steps into rounds; per round no rank moves more than `cap_bytes` over the wire in either direction, unless a single
     step is larger. Collective: one integer for each round."""
     remote = [move for move in plan.incoming if move.src != wire.rank]
-    loads = [list(accumulate(_bytes_by_step(moves, plan.steps, itemsize), initial=0)) for moves in (plan.outgoing, remote)]
+    loads = [list(accumulate(_bytes_by_step(moves, plan.steps), initial=0)) for moves in (plan.outgoing, remote)]
     ends = [0]
     while ends[-1] < plan.steps:
         start = ends[-1]
@@ -57,11 +57,11 @@ def agree_rounds(plan: RankPlan, itemsize: int, cap_bytes: int, wire: Wire) -> l
     return [_round(plan, wire.rank, start, end, bool(on_wire)) for (start, end), on_wire in zip(spans, busy)]
 
 
-def _bytes_by_step(moves: Iterable[Move], steps: int, itemsize: int) -> list[int]:
+def _bytes_by_step(moves: Iterable[Move], steps: int) -> list[int]:
     load = [0] * steps
     for move in moves:
-        load[move.step] += move.rows * move.cols
-    return [numel * itemsize for numel in load]
+        load[move.step] += move.num_bytes
+    return load
 
 
 def _round(plan: RankPlan, rank: int, start: int, end: int, on_wire: bool) -> Round:
@@ -96,52 +96,45 @@ class _InFlight(NamedTuple):
     work: dist.Work | None
 
 
-def transfer(rounds: Sequence[Round], tensors: Weights, land: Land, dtype: torch.dtype, wire: Wire) -> Traffic:
+def transfer(rounds: Sequence[Round], tensors: Weights, land: Land, wire: Wire) -> Traffic:
     """Run all rounds, at most two of them in memory. Collective. tensors: this rank's parameters by local name. land(move, [rows,
     cols]): takes one rectangle and must copy it before it returns."""
     sent = received = local = 0
     flying: _InFlight | None = None
     for current in rounds:
-        started = _start(current, tensors, dtype, wire)  # packs while the previous round is on the wire
+        started = _start(current, tensors, wire)  # packs while the previous round is on the wire
         if flying is not None:
             _finish(flying, tensors, land, wire)
         flying = started
         sent += started.packed.nbytes
         received += started.buffer.nbytes
-        local += _numel(current.local) * dtype.itemsize
+        local += _bytes(current.local)
     if flying is not None:
         _finish(flying, tensors, land, wire)
     return Traffic(sent, received, local)
 
 
-def _numel(moves: Iterable[Move]) -> int:
-    return sum(move.numel for move in moves)
+def _bytes(moves: Iterable[Move]) -> int:
+    return sum(move.num_bytes for move in moves)
 
 
 def source_part(move: Move, tensors: Weights) -> Tensor:
     """Return [rows, cols] of a move in this rank's parameters: a view in their dtype, or fp32 values with an adapter added."""
-    return part_of(tensors[move.source], move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
+    part = part_of(tensors[move.source], move.s_slot, move.s_row, move.s_col, *move.source_size)
+    return part.t() if move.turned else part
 
 
-def _start(current: Round, tensors: Weights, dtype: torch.dtype, wire: Wire) -> _InFlight:
-    send_counts = [_numel(current.outgoing.get(peer, ())) for peer in wire.peers]
-    receive_counts = [_numel(current.incoming.get(peer, ())) for peer in wire.peers]
-    packed = torch.empty(sum(send_counts), dtype=dtype, device=wire.device)
-    buffer = torch.empty(sum(receive_counts), dtype=dtype, device=wire.device)
-    offset = 0
-    for move in _in_order(current.outgoing, wire):
-        packed[offset : offset + move.numel].view(move.rows, move.cols).copy_(source_part(move, tensors))
-        offset += move.numel
+def _start(current: Round, tensors: Weights, wire: Wire) -> _InFlight:
+    send_counts = [_bytes(current.outgoing.get(peer, ())) for peer in wire.peers]
+    receive_counts = [_bytes(current.incoming.get(peer, ())) for peer in wire.peers]
+    # As bytes, which every backend carries
+    packed = torch.empty(sum(send_counts), dtype=torch.uint8, device=wire.device)
+    buffer = torch.empty(sum(receive_counts), dtype=torch.uint8, device=wire.device)
+    for move, part in _parts(packed, current.outgoing, wire):
+        part.copy_(source_part(move, tensors))
     work = None
-    if current.on_wire:  # as bytes, which every backend carries
-        work = dist.all_to_all_single(
-            buffer.view(torch.uint8),
-            packed.view(torch.uint8),
-            [n * dtype.itemsize for n in receive_counts],
-            [n * dtype.itemsize for n in send_counts],
-            group=wire.group,
-            async_op=True,
-        )
+    if current.on_wire:
+        work = dist.all_to_all_single(buffer, packed, receive_counts, send_counts, group=wire.group, async_op=True)
     return _InFlight(current, buffer, packed, work)
 
 
@@ -150,12 +143,14 @@ def _finish(flying: _InFlight, tensors: Weights, land: Land, wire: Wire) -> None
         land(move, source_part(move, tensors))
     if flying.work is not None:
         flying.work.wait()
+    for move, part in _parts(flying.buffer, flying.round.incoming, wire):
+        land(move, part)
+
+
+def _parts(buffer: Tensor, moves: Mapping[int, Sequence[Move]], wire: Wire) -> Iterator[tuple[Move, Tensor]]:
+    """Yield every move with its [rows, cols] of a buffer, in the order in which the wire lays it out."""
     offset = 0
-    for move in _in_order(flying.round.incoming, wire):
-        land(move, flying.buffer[offset : offset + move.numel].view(move.rows, move.cols))
-        offset += move.numel
-
-
-def _in_order(moves: Mapping[int, Sequence[Move]], wire: Wire) -> Iterable[Move]:
-    # The order in which the wire lays out a buffer
-    return (move for peer in wire.peers for move in moves.get(peer, ()))
+    for move in (move for peer in wire.peers for move in moves.get(peer, ())):
+        size = move.numel * move.dtype.itemsize
+        yield move, buffer[offset : offset + size].view(move.dtype).view(move.rows, move.cols)
+        offset += move.num_bytes

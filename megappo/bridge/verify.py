@@ -25,8 +25,8 @@ class Checksums:
     """Checksums of the parameters of all engine ranks, push after push; each rank handles its own moves only. destination: of this
     rank; None if it hosts no engine."""
 
-    def __init__(self, ends: Ends, plan: RankPlan, destination: Destination | None, dtype: torch.dtype, wire: Wire) -> None:
-        self._wire, self._dtype = wire, dtype
+    def __init__(self, ends: Ends, plan: RankPlan, destination: Destination | None, wire: Wire) -> None:
+        self._wire = wire
         places = [ends.parameters(tp_rank) for tp_rank in range(len(ends.targets))]
         tp_rank_of = {dst: position % len(places) for position, dst in enumerate(ends.destinations)}
         local = [move for move in plan.incoming if move.src == wire.rank]
@@ -55,10 +55,11 @@ class Checksums:
         self._arrived: dict[str, Tensor] = {}
         if destination is not None:
             mine = places[tp_rank_of[wire.rank]]
-            whole = {name: shape for name, shape in destination.shapes.items() if name not in mine}  # all padding
-            self._parameters = mine | {
-                name: Parameter(name, shape, block_bytes(dtype.itemsize, [shape.cols])) for name, shape in whole.items()
-            }
+            self._parameters = dict(mine)
+            for name, shape in destination.shapes.items():
+                if name not in mine:  # all padding
+                    dtype = destination.dtype_of(name)
+                    self._parameters[name] = Parameter(name, shape, dtype, block_bytes(dtype.itemsize, [shape.cols]))
             self._constants = self._sum_of_fills(destination)
         index = {name: number for number, name in enumerate(self._parameters)}
         pairs = [(index[name], 0) for peer in wire.peers for name in received[peer]]
@@ -68,9 +69,9 @@ class Checksums:
         """Sum the constants in this rank's parameters, which no sender has: [parameters]."""
         sums = dict.fromkeys(self._parameters, torch.zeros((), dtype=torch.int64))
         for fill in destination.fills:
-            _, shape, block = self._parameters[fill.target]
+            _, shape, dtype, block = self._parameters[fill.target]
             # On the host: a fill is a few rows of padding.
-            values = torch.full((fill.box.rows, fill.box.cols), fill.value, dtype=self._dtype)
+            values = torch.full((fill.box.rows, fill.box.cols), fill.value, dtype=dtype)
             row = fill.slot * shape.rows + fill.box.r0
             sums[fill.target] = sums[fill.target] + rectangle_sum(values, block, row, fill.box.c0)
         return torch.stack(list(sums.values())).to(self._wire.device)
@@ -81,8 +82,8 @@ class Checksums:
         sums = torch.zeros(sum(self._sent_counts), dtype=torch.int64, device=self._wire.device)
         if self._parts:
             found = [
-                rectangle_sum(source_part(move, tensors), block, move.d_slot * shape.rows + move.d_row, move.d_col, self._dtype)
-                for move, (_, shape, block) in self._parts
+                rectangle_sum(source_part(move, tensors), block, move.d_slot * shape.rows + move.d_row, move.d_col, dtype)
+                for move, (_, shape, dtype, block) in self._parts
             ]
             of_parts = torch.stack(found).to(self._wire.device)
             sums.index_add_(0, self._entry_of, of_parts[self._part_of])  # wraps modulo 2^64
@@ -91,8 +92,8 @@ class Checksums:
 
     def inspect(self, name: str, tensor: Tensor) -> None:
         """Record the checksum of a finished parameter of this rank, in loader format."""
-        _, shape, block = self._parameters[name]
-        self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block, dtype=self._dtype)
+        _, shape, dtype, block = self._parameters[name]
+        self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block, dtype=dtype)
 
     def mismatches(self, sums: Tensor) -> list[str]:
         """Return one line per parameter of this rank that differs from the senders'. sums: from `read_sources` at this push.

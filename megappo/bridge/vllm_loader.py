@@ -47,11 +47,23 @@ class VllmReceiver:
         with self._vllm_config(), torch.no_grad(), lora_layers_apart(self._model):
             self._api.initialize(self._model)
             landing = _Landing(self, moves, self._destination, inspect)
-            yield landing.land
+            try:
+                yield landing.land
+            except BaseException:
+                self._close_all()  # for another session, if the fault was another rank's
+                raise
             # Before `finalize`, which would process modules that are filled in part.
             landing.check_finished()
             self._restore_untouched({module_of(name) for name in self._destination.shapes})
             self._api.finalize(self._model, self._worker.model_config)
+
+    def _close_all(self) -> None:
+        """Put the engine's tensors back, whatever they hold."""
+        for layer in self._modules.values():
+            info = self._api.info(layer)
+            if info.can_load():
+                self._api.restore(layer, info)
+            info.reset()
 
     def open_module(self, name: str, fills: Sequence[Fill]) -> None:
         """Give the module loader-format parameters and set its constants."""

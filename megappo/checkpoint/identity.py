@@ -1,8 +1,8 @@
 """Facts about a run in its checkpoints: some must match on resume, the others are only recorded.
 
-Another reference, adapter, base model, tokenizer or prompts would train towards something else without an error: refused. Other
-validation data, reward models, reward code, environments or engines are often meant: a warning. Layouts, ranks of roles, versions,
-prompts per step and run length may change. The loader compares seed and order.
+Another reference, teacher, adapter, base model, tokenizer or prompts would train towards something else without an error: refused.
+Other validation data, reward models, reward code, environments or engines are often meant: a warning. Layouts, ranks of roles,
+versions, prompts per step and run length may change. The loader compares seed and order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 _ADAPTER_KEYS = ("rank", "alpha", "targets", "base_bits")  # of the section lora; dropout may change
 _SCALAR_HEAD = {"type": "mse or huber"}  # both losses train the same head
-MUST_MATCH = ("reference", "tokenizer")
+MUST_MATCH = ("reference", "teacher", "tokenizer")
 """Facts that a resumed run must share with its checkpoint, beside those that `require_same_run` compares by parts."""
 
 
@@ -35,6 +35,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
 
 def _forbidden_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield what must match and differs, and how to restore it."""
+    if (old := saved.get("kind", "ppo")) != (new := now.get("kind", "ppo")):
+        yield f"kind {old}, this run is {new}; resume with the file of then"
     if (change := _other_prompts(saved.get("data"), now.get("data"))) is not None:
         yield f"other prompts: {change}; restore it"
     if (change := _other_texts(saved.get("data"), now.get("data"))) is not None:
@@ -113,8 +115,8 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
         moved = f"{old['path']} and now {new['path']}" if old["path"] != new["path"] else new["path"]
         return f"data.train was {moved} of another content (SHA-256 {old['sha256'][:12]}, now {new['sha256'][:12]})"
     for key, value in now["format"].items():
-        if saved["format"][key] != value:
-            return f"data.{key} was {json.dumps(saved['format'][key])} and is {json.dumps(value)}"
+        if (then := saved["format"].get(key, value)) != value:
+            return f"data.{key} was {json.dumps(then)} and is {json.dumps(value)}"
     if saved["template"] != now["template"]:
         return "the chat template of data.tokenizer has changed, or data.template_args"
     if saved["kept"] != now["kept"]:  # the cursor counts kept prompts
@@ -157,6 +159,8 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
             lines.append(
                 f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
             )
+    if old.get("images") != new.get("images"):
+        lines.append(f"the images of the prompts are others than at {name}, in content or processing")
     # None: no part was a reward model; a change of that shows in `reward.parts`.
     if (old := saved["reward_model"]) is not None and (new := now["reward_model"]) is not None:
         changed = [f"reward_model.{key}" for key, value in new.items() if _identity(old[key]) != _identity(value)]

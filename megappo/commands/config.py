@@ -7,6 +7,7 @@ import difflib
 from pathlib import Path
 
 from megappo.commands.parser import AddCommand
+from megappo.commands.sft import COMMANDS
 from megappo.config.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -14,7 +15,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def add_command(command: AddCommand) -> None:
     config = command("config", main, "Print the resolved configuration, a recipe or the schema.", config="[CONFIG]")
-    config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
+    for kind, (name, _) in COMMANDS.items():
+        about = f"for `megappo {name}`: its schema, or a file without `kind: {kind}`"
+        config.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=about)
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
     config.add_argument("--recipe", metavar="NAME", help="print this file of configs/recipes instead, for example grpo")
 
@@ -23,21 +26,22 @@ def main(args: argparse.Namespace) -> int:
     import json
 
     from megappo.config.dump import dump_yaml
-    from megappo.config.loading import json_schema, load_config
-    from megappo.config.schema import SftConfig, TrainConfig
+    from megappo.config.loading import json_schema, load_run
+    from megappo.config.schema import TrainConfig
+    from megappo.config.supervised import KINDS
 
     if args.recipe is not None:
-        if args.config is not None or args.sft or args.schema:
+        if args.config is not None or args.kind or args.schema:
             raise ConfigError(f"--recipe {args.recipe}: prints that file alone; save it, then set keys over it")
         print(recipe(args.recipe), end="")
         return 0
-    cls = SftConfig if args.sft else TrainConfig
+    cls = TrainConfig if args.kind is None else KINDS[args.kind]
     if args.schema:
         print(json.dumps(json_schema(cls), indent=1))
     elif args.config is None:
         raise ConfigError("config: name a YAML file, or ask for --schema or --recipe")
     else:
-        print(dump_yaml(load_config(args.config, args.overrides, cls)), end="")
+        print(dump_yaml(load_run(args.config, args.overrides, args.kind)), end="")
     return 0
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:  # imported when a command needs them
     from megappo.config.checks import Device
-    from megappo.config.schema import SftConfig, TrainConfig
+    from megappo.config.supervised import AnyConfig
 
-Config = TypeVar("Config", "TrainConfig", "SftConfig")
+Config = TypeVar("Config", bound="AnyConfig")
 
 
 def local_models(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""A rank of `megappo train` or `megappo sft`, started by `megappo` itself, torchrun or srun: loads the data and trains. It imports
+"""A rank of a run, started by `megappo` itself, torchrun or srun: loads the data and trains. It imports
 no plan, which a test checks. The process that starts the ranks, or `megappo plan`, checks once that the run fits."""
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from megappo.runtime.ending import StopRequest
 
 
-def train_rank(args: argparse.Namespace) -> int:
-    from megappo.config.loading import load_config
+def train_rank(args: argparse.Namespace, kind: str | None) -> int:
+    """Be a rank. kind: of a file that names none."""
+    from megappo.config.loading import load_run
     from megappo.runtime.ending import StopRequest
     from megappo.runtime.world import world_size
 
@@ -30,7 +31,7 @@ def train_rank(args: argparse.Namespace) -> int:
             f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
             "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
         )
-    config = local_models(load_config(args.config, args.overrides))
+    config = local_models(load_run(args.config, args.overrides, kind))
     from megappo.trainer.prepare.run import prepare_run
 
     ranks = world_size(config.run)
@@ -48,29 +49,7 @@ def train_rank(args: argparse.Namespace) -> int:
     return DONE
 
 
-def sft_rank(args: argparse.Namespace) -> int:
-    from megappo.config.loading import load_config
-    from megappo.config.schema import SftConfig
-    from megappo.runtime.world import world_size
-
-    _enter()
-    config = local_models(load_config(args.config, args.overrides, SftConfig))
-    from megappo.trainer.prepare.checks import check_run
-    from megappo.trainer.prepare.data import load_sft_data
-
-    ranks = world_size(config.run)
-    checked = check_run(config, ranks, device_of(config.run.device))
-    data = load_sft_data(config, checked.archs["policy"])
-    _tell(f"{ranks} ranks, {checked.layouts['policy']}; {data.demonstrations.summary()}", (*checked.notes, *data.notes))
-    from megappo.runtime.libraries import freeze_imports
-    from megappo.trainer.sft import train_sft
-
-    freeze_imports()
-    train_sft(config, data)
-    return DONE
-
-
-def _enter(stop: StopRequest | None = None) -> None:
+def _enter(stop: StopRequest) -> None:
     """Set up tracebacks, signals and the end with the launcher, before anything heavy is imported."""
     from megappo.runtime.failure import record_exceptions
     from megappo.runtime.helper_process import stay_deaf
@@ -78,8 +57,7 @@ def _enter(stop: StopRequest | None = None) -> None:
 
     stay_deaf()
     end_with_launcher()
-    if stop is not None:
-        stop.listen()
+    stop.listen()
     record_exceptions(int(os.environ["RANK"]))
 
 

@@ -26,9 +26,9 @@ def add_restarting(parser: Parser) -> None:
     add_max_restarts(parser)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Be a rank of a world that was started, or check everything here and start one."""
-    from megappo.config.loading import load_config
+def main(args: argparse.Namespace, kind: str | None = None) -> int:
+    """Be a rank of a world that was started, or check everything here and start one. kind: of a file that names none."""
+    from megappo.config.loading import load_config, load_run
     from megappo.runtime.world import is_rank, join_srun
     from megappo.trainer.prepare.hub import local_overrides, with_local_models
 
@@ -39,14 +39,15 @@ def main(args: argparse.Namespace) -> int:
     if is_rank():
         from megappo.commands.rank import train_rank
 
-        return train_rank(args)
-    written = load_config(args.config, args.overrides)
+        return train_rank(args, kind)
+    written = load_run(args.config, args.overrides, kind)
     config = with_local_models(written)
     from megappo.commands.launch.training import start_here
 
-    command = ["train", args.config, *args.overrides, *local_overrides(written, config)]
+    name = "train" if kind is None else args.command
+    command = [name, args.config, *args.overrides, *local_overrides(written, config)]
     command += [] if args.replay is None else ["--replay", args.replay]
-    return start_here(args, config, f"megappo train {args.config}", command=None if args.max_restarts else command)
+    return start_here(args, config, f"megappo {name} {args.config}", command=None if args.max_restarts else command)
 
 
 def _require_replayable(args: argparse.Namespace, staleness: int | None) -> None:

@@ -116,6 +116,19 @@ def dynamic_sampling_problem(config: TrainConfig) -> str | None:
     return None
 
 
+def distillation_problem(config: TrainConfig) -> str | None:
+    """Refuse distillation without a teacher, and rewards of tokens that an estimator would add up over the response."""
+    distillation, estimator = config.algorithm.distillation, config.algorithm.estimator
+    if distillation is None:
+        return None
+    if config.teacher.model is None:
+        return problem("teacher.model", None, "algorithm.distillation needs a teacher; name its checkpoint, or remove that section")
+    if distillation.placement == "reward" and estimator.compares_groups:
+        fix = f"{estimator.type} compares whole responses, so what the teacher says of each token would be lost; use advantage"
+        return problem("algorithm.distillation.placement", distillation.placement, fix)
+    return None
+
+
 def mini_batch_problem(config: TrainConfig) -> str | None:
     return _mini_batch_divides("algorithm.mini_batch_size", config.algorithm.mini_batch_size, config)
 

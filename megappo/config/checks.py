@@ -13,6 +13,7 @@ from megappo.config.algorithm_checks import (
     adaptive_kl_problem,
     critic_mini_batch_problem,
     critics_problem,
+    distillation_problem,
     dynamic_sampling_problem,
     group_problem,
     importance_sampling_problem,
@@ -23,7 +24,7 @@ from megappo.config.algorithm_checks import (
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigErrors, problem, show
-from megappo.config.evaluations import evaluation_problem
+from megappo.config.evaluations import evaluation_problem, held_out_problem
 from megappo.config.keys import value_at, value_keys
 from megappo.config.layout_checks import role_sections, world_problems
 from megappo.config.reward_checks import (
@@ -34,15 +35,18 @@ from megappo.config.reward_checks import (
 )
 from megappo.config.role_checks import (
     average_problem,
+    conversation_problem,
     critic_head_problem,
     critic_lr_warmup_problem,
     critic_trajectories_problem,
     critic_warmup_problem,
     freeze_problems,
+    learner_lr_warmup_problem,
+    lonely_offload_problem,
     policy_lr_warmup_problem,
     refresh_problem,
-    sft_lr_warmup_problem,
-    sft_offload_problem,
+    text_teacher_problem,
+    ties_problem,
     value_bins_problem,
 )
 from megappo.config.role_sections import key_of_role
@@ -54,6 +58,7 @@ from megappo.config.rollout_checks import (
     partial_rollout_problem,
     push_problem,
     push_steps_problem,
+    replay_problem,
     seed_problem,
     staleness_problem,
     stop_problem,
@@ -67,7 +72,8 @@ from megappo.config.run_checks import (
     trajectory_problem,
     weight_problem,
 )
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.config.vllm_args import vllm_args_problem, vllm_temperature_problem
 
 Device = Literal["cpu", "cuda"]
@@ -78,6 +84,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     critics_problem,
     critic_mini_batch_problem,
     group_problem,
+    distillation_problem,
     sequence_loss_problem,
     value_bins_problem,
     importance_sampling_problem,
@@ -93,6 +100,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     greedy_problem,
     top_k_problem,
     top_k_ids_problem,
+    replay_problem,
     logits_problem,
     adapter_problem,
     seed_problem,
@@ -115,7 +123,16 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     profile_problem,
     evaluation_problem,
 )
-SFT_RULES: tuple[Callable[[SftConfig], str | None], ...] = (sft_lr_warmup_problem, sft_offload_problem)
+SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], str | None], ...] = (
+    learner_lr_warmup_problem,
+    lonely_offload_problem,
+    conversation_problem,
+    tracker_names_problem,
+    profile_problem,
+    held_out_problem,
+    ties_problem,
+    text_teacher_problem,
+)
 # Rules about the number of steps.
 LENGTH_RULES: tuple[TrainRule, ...] = (
     critic_warmup_problem,
@@ -130,27 +147,27 @@ GPU_KEYS = ("rollout.memory_share",)
 GPU_KEYS_OF_ROLE = ("offload", "recompute")
 
 
-def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
+def check_config(config: AnyConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
     """Raise ConfigErrors with all problems; otherwise return notes on written keys that this device does not need. explicit: the
     keys that the user wrote (`loading.explicit_keys`)."""
     refuse([*world_problems(config, world_size), *live_key_problems(config)], config, explicit)
     return device_notes(config, explicit, device)
 
 
-def refuse(found: Sequence[str], config: TrainConfig | SftConfig, explicit: frozenset[str]) -> None:
+def refuse(found: Sequence[str], config: AnyConfig, explicit: frozenset[str]) -> None:
     """Raise ConfigErrors with the problems found and the keys without effect, if there are any."""
     if lines := [*found, *_dead_keys_together(config, explicit)]:
         raise ConfigErrors(lines)
 
 
-def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
+def problems(config: AnyConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
     """Yield every problem, those about the world size first."""
     yield from world_problems(config, world_size)
     yield from live_key_problems(config)
     yield from dead_key_problems(config, explicit)
 
 
-def live_key_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+def live_key_problems(config: AnyConfig) -> Iterator[str]:
     """Yield the problems of keys that act, whatever the world size."""
     yield from timeout_problems(config.run)
     yield from engine_problems(config)
@@ -158,29 +175,32 @@ def live_key_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:
-        found = (rule(config) for rule in SFT_RULES)
+        found = (rule(config) for rule in SUPERVISED_RULES)
     yield from (message for message in found if message is not None)
 
 
-def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
+def step_problems(config: AnyConfig, total_steps: int) -> Iterator[str]:
     """Yield problems of the run's length, once the data has turned `trainer.epochs` into a number of steps."""
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
-    found = (rule(counted) for rule in LENGTH_RULES)
+    if isinstance(counted, TrainConfig):
+        found = (rule(counted) for rule in LENGTH_RULES)
+    else:
+        found = (rule(counted) for rule in (learner_lr_warmup_problem, profile_problem))
     yield from (message for message in found if message is not None)
 
 
-def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
+def dead_key_problems(config: AnyConfig, explicit: frozenset[str]) -> Iterator[str]:
     """Yield a problem for every key that the user wrote and that has no effect."""
     for name, because in _written_dead_keys(config, explicit).items():
         yield problem(name, value_at(config, name), f"has no effect: {because}")
 
 
-def _written_dead_keys(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> dict[str, str]:
+def _written_dead_keys(config: AnyConfig, explicit: frozenset[str]) -> dict[str, str]:
     # A key written as null states no intent.
     return {name: why for name, why in dead_keys(config).items() if name in explicit and value_at(config, name) is not None}
 
 
-def _dead_keys_together(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> list[str]:
+def _dead_keys_together(config: AnyConfig, explicit: frozenset[str]) -> list[str]:
     """Return a line per reason and, for several keys, one with the overrides that clear them all."""
     dead = _written_dead_keys(config, explicit)
     if len(dead) <= 1:
@@ -197,7 +217,7 @@ def _dead_keys_together(config: TrainConfig | SftConfig, explicit: frozenset[str
     return [*lines, f"to clear the keys without effect: {' '.join(f'{name}=null' for name in cleared)}"]
 
 
-def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], device: Device) -> list[str]:
+def device_notes(config: AnyConfig, explicit: frozenset[str], device: Device) -> list[str]:
     """Return one line per written key that has no effect on this device."""
     if device == "cuda":
         return []

@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
 from megappo.config.layout_checks import only_pretrains, reference_is_base, role_sections, roles_in_use, scores_with_model
-from megappo.config.role_sections import AnyCriticConfig, RoleConfig, key_of_role, section_of
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, RoleConfig, key_of_role, section_of
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, DpoConfig, RewardTrainingConfig, SftConfig
 
 
 class Dead(NamedTuple):
@@ -24,7 +25,7 @@ class Dead(NamedTuple):
     because: str
 
 
-def _without_megatron(config: TrainConfig | SftConfig) -> bool:
+def _without_megatron(config: AnyConfig) -> bool:
     return all(section_of(config, role).engine != "megatron" for role in roles_in_use(config))
 
 
@@ -42,6 +43,24 @@ _OF_TEMPLATE = Dead(
     "data.chat_template is false; remove it, or use the template",
 )
 
+_OF_IMAGES = Dead(
+    ("data.image_root", "data.max_image_pixels"),
+    lambda c: c.data.image_key is None,
+    "data.image_key is not set, so prompts have no images; remove it, or name their field",
+)
+
+_OF_EPOCHS = Dead(
+    ("trainer.epochs",),
+    lambda c: c.trainer.steps is not None,
+    "trainer.steps sets the length of the run; remove one of the two",
+)
+
+_OF_SAVES = Dead(
+    ("checkpoint.keep_last", "checkpoint.asynchronous"),
+    lambda c: c.checkpoint.save_every in (0, "never") and c.trainer.keep_best is None,
+    "checkpoint.save_every plans no checkpoint before the end; remove it, or set save_every to auto, epoch or steps",
+)
+
 
 # Keys about the values of several critics.
 SEVERAL_CRITICS = (
@@ -52,6 +71,7 @@ SEVERAL_CRITICS = (
 
 TRAIN: tuple[Dead, ...] = (
     _IMPL,
+    _OF_IMAGES,
     Dead(
         ("rollout.sampling.replay_top_k_ids",),
         lambda c: not c.rollout.sampling.truncates,
@@ -71,6 +91,11 @@ TRAIN: tuple[Dead, ...] = (
         ("reference.*",),
         reference_is_base,
         "the reference is the policy without its adapters (policy.lora); remove it, or name reference.model to build one",
+    ),
+    Dead(
+        ("teacher.*",),
+        lambda c: c.algorithm.distillation is None,
+        "algorithm.distillation is not set, so there is no teacher; remove it, or set algorithm.distillation",
     ),
     Dead(
         ("algorithm.lam",),
@@ -138,6 +163,11 @@ TRAIN: tuple[Dead, ...] = (
         "rollout.max_staleness is null, so no push finds a response half drawn; remove it, or set rollout.max_staleness",
     ),
     Dead(
+        ("rollout.environment.join",),
+        lambda c: c.rollout.environment is not None and c.rollout.max_staleness is not None,
+        "with rollout.max_staleness a turn goes on as soon as it is answered; remove it",
+    ),
+    Dead(
         ("rollout.adapter",),
         lambda c: c.policy.lora is None,
         "policy.lora is not set, so all weights are pushed; remove it, or set policy.lora",
@@ -175,22 +205,14 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.data.eval is not None and c.trainer.eval_every == 0 and not c.trainer.eval_before,
         "trainer.eval_every is 0 and eval_before is false, so nothing is evaluated; remove it, or evaluate",
     ),
-    Dead(
-        ("trainer.epochs",),
-        lambda c: c.trainer.steps is not None,
-        "trainer.steps sets the length of the run; remove one of the two",
-    ),
+    _OF_EPOCHS,
     _OF_TEMPLATE,
     Dead(
         ("reward.parts",),
         lambda c: c.reward.route is not None,
         "reward.route chooses the parts of every response; keep one of the two",
     ),
-    Dead(
-        ("checkpoint.keep_last", "checkpoint.asynchronous"),
-        lambda c: c.checkpoint.save_every in (0, "never") and c.trainer.keep_best is None,
-        "checkpoint.save_every plans no checkpoint before the end; remove it, or set save_every to auto, epoch or steps",
-    ),
+    _OF_SAVES,
     Dead(
         ("telemetry.trajectories_per_step",),
         lambda c: c.telemetry.trajectories_every == 0,
@@ -203,11 +225,102 @@ TRAIN: tuple[Dead, ...] = (
     ),
 )
 
-SFT: tuple[Dead, ...] = (
+SUPERVISED: tuple[Dead, ...] = (
     _IMPL,
     _OF_TEMPLATE,
-    Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
-    Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
+    _OF_EPOCHS,
+    _OF_SAVES,
+    Dead(
+        ("trainer.eval_every", "trainer.eval_before"),
+        lambda c: not c.held_out,
+        "there is no held-out data; remove it, or name some in data.eval or evaluations",
+    ),
+    Dead(
+        ("data.eval", "evaluations"),
+        lambda c: bool(c.held_out) and c.trainer.eval_every == 0 and not c.trainer.eval_before,
+        "trainer.eval_every is 0 and eval_before is false, so nothing is evaluated; remove it, or evaluate",
+    ),
+    Dead(
+        ("telemetry.histograms_every", "telemetry.trajectories_every", "telemetry.trajectories_per_step"),
+        lambda c: True,
+        "only runs that sample have histograms and trajectories; remove it",
+    ),
+    Dead(("policy.ema.*",), lambda c: True, "supervised training keeps no average of the weights; remove it"),
+    Dead(("policy.logits_dtype",), lambda c: True, "supervised training has no sampler to agree with; remove it"),
+)
+"""Rules of every kind of supervised training; keys that a kind does not have are passed over. A kind adds its own below."""
+
+OF_DEMONSTRATIONS: tuple[Dead, ...] = (
+    _OF_IMAGES,
+    Dead(
+        ("data.image_key",),
+        lambda c: (c.data.messages_key or c.data.tokens_key) is not None,
+        "images are of prompts with a response; remove it, or use data.prompt_key and data.response_key",
+    ),
+    Dead(
+        ("teacher.*",),
+        lambda c: not c.has_teacher,
+        "distillation is not set, so there is no teacher; remove it, or set distillation",
+    ),
+    Dead(
+        ("data.prompt_key", "data.response_key", "data.prompt_suffix"),
+        lambda c: (c.data.messages_key or c.data.tokens_key) is not None,
+        "data.messages_key or data.tokens_key names what is learned; keep one form",
+    ),
+    Dead(
+        ("data.messages_key", "data.chat_template", "data.template_args", "data.system_prompt"),
+        lambda c: c.data.tokens_key is not None,
+        "data.tokens_key names token ids, which no template writes; keep one form",
+    ),
+    Dead(
+        ("data.turns", "data.tools_key"),
+        lambda c: c.data.messages_key is None or c.data.tokens_key is not None,
+        "data.messages_key is not set, so there are no conversations; remove it, or name their field",
+    ),
+    Dead(
+        ("data.mask_key",),
+        lambda c: c.data.tokens_key is None,
+        "data.tokens_key is not set; remove it, or name the field with token ids",
+    ),
+)
+
+OF_RANKINGS: tuple[Dead, ...] = (
+    Dead(
+        ("data.chosen_key", "data.rejected_key", "data.margin_key", "data.tie_key"),
+        lambda c: c.data.responses_key is not None,
+        "data.responses_key names lists of responses, which have no such field; keep one of the two forms",
+    ),
+    Dead(("loss.tie_margin",), lambda c: c.data.tie_key is None, "data.tie_key is not set, so no pair is a tie; name the field"),
+)
+
+_OF_REFERENCE = (*(f"reference.{name}" for name in FrozenConfig.model_fields if name != "parallel"), "reference.parallel.*")
+
+OF_PREFERENCES: tuple[Dead, ...] = (
+    Dead(
+        ("reference.*",),
+        lambda c: not c.reads_reference,
+        "the loss has no reference; remove it, or use sigmoid, ipo or kto as loss",
+    ),
+    Dead(
+        _OF_REFERENCE,
+        reference_is_base,
+        "the reference is policy.model without the adapters of policy.lora; remove it, or set reference.model",
+    ),
+    Dead(
+        _OF_REFERENCE,
+        lambda c: not c.has_reference,
+        "the policy's own first weights are the reference, passed once; remove it, or set reference.model or every_step",
+    ),
+    Dead(
+        ("data.chosen_key", "data.rejected_key"),
+        lambda c: c.loss.type == "kto",
+        "kto learns from single responses; remove it, and name data.response_key and label_key",
+    ),
+    Dead(
+        ("data.response_key", "data.label_key"),
+        lambda c: c.loss.type != "kto",
+        "only kto learns from single responses; remove it, or set loss to kto",
+    ),
 )
 
 OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
@@ -238,10 +351,15 @@ OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
 )
 """Class of a role's section -> rule about keys of that section. `{role}` in the reason stands for the section's name."""
 
-RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {TrainConfig: TRAIN, SftConfig: SFT}
+RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {
+    TrainConfig: TRAIN,
+    SftConfig: (*SUPERVISED, *OF_DEMONSTRATIONS),
+    RewardTrainingConfig: (*SUPERVISED, *OF_RANKINGS),
+    DpoConfig: (*SUPERVISED, *OF_PREFERENCES),
+}
 
 
-def dead_keys(config: TrainConfig | SftConfig) -> dict[str, str]:
+def dead_keys(config: AnyConfig) -> dict[str, str]:
     """Map the dotted name of every key without effect under this configuration to the reason."""
     found: dict[str, str] = {}
     for rule in RULES[type(config)]:

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from megappo.config.dead_keys import dead_keys
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.config.yaml_reader import CoreDumper
 
 
-def dump_yaml(config: TrainConfig | SftConfig) -> str:
+def dump_yaml(config: AnyConfig) -> str:
     """Return the YAML of every key with an effect. Comments at its end name the others, with the reason."""
     data = config.model_dump(mode="json")  # tuples become lists
     dead = dead_keys(config)

@@ -8,7 +8,7 @@ from typing import Any
 from megappo.config.errors import problem
 from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig, key_of_role
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.supervised import AnyConfig
 
 _REFUSED_AXES = {
     "pp": "has no pipeline",
@@ -19,7 +19,7 @@ _REFUSED_AXES = {
 _KEPT = ("tp", "cp", "sequence_parallel")
 
 
-def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+def engine_problems(config: AnyConfig) -> Iterator[str]:
     """Yield the problems of every role, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
@@ -67,9 +67,8 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
-    if section.router_aux_coef > 0:
-        yield refused(
-            "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"
-        )
+    for key in ("router_aux_coef", "router_bias_rate"):
+        if (value := getattr(section, key)) > 0:
+            yield refused(key, value, f"{role}.engine is fsdp2, which does not balance experts", "leave it out")
     if not section.optimizer.distributed:
         yield refused("optimizer.distributed", False, f"{role}.engine is fsdp2, which always shards the optimizer", "leave it out")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from megappo.config.errors import problem
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 
 DEFAULT = ""  # name of the set that `data.eval` makes
 SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
@@ -59,7 +60,9 @@ def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
     )
 
 
-def rewards_of(config: TrainConfig) -> list[RewardConfig]:
+def rewards_of(config: AnyConfig) -> list[RewardConfig]:
+    if isinstance(config, SupervisedConfig):
+        return []
     # The training's reward, and those of sets with their own.
     return [config.reward, *(one.reward for one in config.evaluations.values() if one.reward is not None)]
 
@@ -112,19 +115,21 @@ def _figures(name: str, one: EvaluationConfig, config: TrainConfig) -> Iterator[
 SMALLEST = "min "  # before the metric in `trainer.keep_best`
 
 
-def best_metric(config: TrainConfig) -> str | None:
+def best_metric(config: AnyConfig) -> str | None:
     """Full name of the metric of `trainer.keep_best`: `eval/NAME` stands for the set's mean@N."""
-    wanted, sets = config.trainer.keep_best, evaluation_sets(config)
-    if wanted is None:
+    if config.trainer.keep_best is None:
         return None
-    wanted = wanted.removeprefix(SMALLEST)
+    wanted = config.trainer.keep_best.removeprefix(SMALLEST)
+    if isinstance(config, SupervisedConfig):
+        return wanted
+    sets = evaluation_sets(config)
     name = wanted.removeprefix("eval/")
     if name in config.evaluations and wanted != name:
         return metric_name(name, mean_at(sets[name].n))
     return wanted
 
 
-def best_mode(config: TrainConfig) -> Literal["max", "min"]:
+def best_mode(config: AnyConfig) -> Literal["max", "min"]:
     """Direction of `trainer.keep_best`."""
     return "min" if (config.trainer.keep_best or "").startswith(SMALLEST) else "max"
 
@@ -181,22 +186,47 @@ def _verdict_problem(name: str, one: EvaluationConfig) -> str | None:
     return None
 
 
+def held_out_names(config: SupervisedConfig) -> list[str]:
+    """Metrics that the evaluations of a supervised run log."""
+    return [metric_name(name, figure) for name in config.held_out for figure in config.figures]
+
+
+def held_out_problem(config: SupervisedConfig) -> str | None:
+    """First problem of the names of held-out data and of `trainer.keep_best` in a supervised run; None without one."""
+    for name in config.evaluations:
+        if not _NAME.fullmatch(name) or name in config.figures:
+            fix = "is no name of its own for metrics; use letters, digits and . _ - (64 at most), such as hard"
+            return problem("evaluations", name, fix)
+    if config.trainer.keep_best is not None and config.held_out and config.trainer.eval_every == 0:
+        fix = "trainer.eval_every is 0, so no step is evaluated; set it"
+        return problem("trainer.keep_best", config.trainer.keep_best, fix)
+    return _unknown_best(config, held_out_names(config))
+
+
 def _best_problem(config: TrainConfig) -> str | None:
     written, metric = config.trainer.keep_best, best_metric(config)
     if metric is None:
         return None
-    known, sets = metric_names(config), evaluation_sets(config)
-    if not sets:
-        return problem("trainer.keep_best", written, "nothing is evaluated; set data.eval, or name a set in evaluations")
-    if metric not in known:
-        nearest = difflib.get_close_matches(metric, known, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        return problem("trainer.keep_best", written, f"is no metric of an evaluation; {hint}Metrics: {', '.join(known)}")
+    sets = evaluation_sets(config)
+    if (message := _unknown_best(config, metric_names(config))) is not None:
+        return message
     name = set_of(metric, config)
     if sets[name].every == 0:
         every = f"evaluations.{name}.every" if name and config.evaluations[name].every == 0 else "trainer.eval_every"
         return problem("trainer.keep_best", written, f"{every} is 0, so no step is evaluated; set it")
     return None
+
+
+def _unknown_best(config: AnyConfig, known: Sequence[str]) -> str | None:
+    """Problem of a `trainer.keep_best` that is no metric of an evaluation."""
+    written, metric = config.trainer.keep_best, best_metric(config)
+    if metric is None or metric in known:
+        return None
+    if not known:
+        return problem("trainer.keep_best", written, "nothing is evaluated; set data.eval, or name a set in evaluations")
+    nearest = difflib.get_close_matches(metric, known, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return problem("trainer.keep_best", written, f"is no metric of an evaluation; {hint}Metrics: {', '.join(known)}")
 
 
 def set_of(metric: str, config: TrainConfig) -> str:

@@ -25,10 +25,11 @@ from megappo.config.role_sections import (
     key_of_role,
     section_of,
 )
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, LearnedRewardConfig, SupervisedConfig
 
 
-def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
+def role_sections(config: AnyConfig) -> dict[str, RoleConfig]:
     """Map every role that the configuration knows to its section."""
     values, found = vars(config), {}
     for name in _role_names(type(config)):
@@ -39,27 +40,38 @@ def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
 
 
 @cache  # a search of layouts asks for the roles of each of its configurations
-def _role_names(cls: type[TrainConfig | SftConfig]) -> tuple[str, ...]:
+def _role_names(cls: type[AnyConfig]) -> tuple[str, ...]:
     classes = {name: section_class(field) for name, field in cls.model_fields.items()}
     return tuple(name for name, section in classes.items() if section is not None and issubclass(section, RoleConfig))
 
 
-def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
+def roles_in_use(config: AnyConfig) -> dict[str, ParallelConfig]:
     """Map every role that this configuration builds to its parallel sizes."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
-    if isinstance(config, TrainConfig) and reads_trajectories(config):
+    if isinstance(config, SupervisedConfig):
+        if not config.has_reference or reference_is_base(config):
+            roles.pop("reference", None)
+        if not config.has_teacher:
+            roles.pop("teacher", None)
+        return roles
+    if reads_trajectories(config):
         return {name: sizes for name, sizes in roles.items() if is_critic(name)}  # no sampling, no scoring
-    if isinstance(config, TrainConfig) and (config.algorithm.kl.placement == "none" or reference_is_base(config)):
+    if config.algorithm.kl.placement == "none" or reference_is_base(config):
         del roles["reference"]  # no KL, or the policy's own base is the reference
-    if isinstance(config, TrainConfig) and not scores_with_model(config):
+    if config.algorithm.distillation is None:
+        del roles["teacher"]
+    if not scores_with_model(config):
         del roles["reward_model"]
-    if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
+    if not config.algorithm.has_critic:
         roles = {name: sizes for name, sizes in roles.items() if not is_critic(name)}  # their values are not used
     return roles
 
 
-def reference_is_base(config: TrainConfig) -> bool:
+def reference_is_base(config: AnyConfig) -> bool:
     """True if the reference is the policy without its adapters, so that no separate model is built."""
+    if isinstance(config, SupervisedConfig):
+        adapted = config.learner_section.lora is not None
+        return config.has_reference and adapted and section_of(config, "reference").model is None
     if config.algorithm.kl.placement == "none" or reads_trajectories(config):
         return False
     return config.policy.lora is not None and config.reference.model is None
@@ -74,23 +86,25 @@ def uses_model(reward: RewardConfig) -> bool:
     return any(part.model is not None for parts in reward.recipes.values() for part in parts)
 
 
-def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
+def trained_sections(config: AnyConfig) -> dict[str, TrainableConfig]:
     """Map every role with an optimizer, and thus a place in checkpoints, to its section."""
     used = roles_in_use(config)
-    if isinstance(config, TrainConfig) and only_pretrains(config):
+    if only_pretrains(config):
         used.pop("policy", None)
     return {name: one for name, one in role_sections(config).items() if isinstance(one, TrainableConfig) and name in used}
 
 
-def only_pretrains(config: TrainConfig) -> bool:
+def only_pretrains(config: AnyConfig) -> bool:
     """True if the critic's warm-up is the whole run: the policy samples and never changes."""
+    if isinstance(config, SupervisedConfig):
+        return False
     steps, warmup = config.trainer.steps, config.critic.warmup_steps
     return config.algorithm.has_critic and steps is not None and warmup >= steps
 
 
-def reads_trajectories(config: TrainConfig) -> bool:
+def reads_trajectories(config: AnyConfig) -> bool:
     """True if the run trains only critics, on trajectories that another run recorded: no policy is built and nothing samples."""
-    return config.critic.warmup_trajectories is not None and only_pretrains(config)
+    return isinstance(config, TrainConfig) and config.critic.warmup_trajectories is not None and only_pretrains(config)
 
 
 def require_whole_steps(config: TrainConfig, command: str) -> None:
@@ -104,14 +118,14 @@ def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"
     """Initial weights of a value model's head; None for a language model."""
     if isinstance(section, RewardModelConfig):
         return "checkpoint"
-    return section.value_head if isinstance(section, AnyCriticConfig) else None
+    return section.value_head if isinstance(section, (AnyCriticConfig, LearnedRewardConfig)) else None
 
 
 def head_rows_of(section: RoleConfig) -> int:
     return section.head_rows if isinstance(section, AnyCriticConfig) else 1
 
 
-def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
+def world_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Yield problems of ranks and parallel sizes that do not fit the world or each other, for any model."""
     wanted = config.run.num_ranks
     if wanted is not None and wanted != world_size:
@@ -131,7 +145,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
 # -------------------------------------------------------------------------------------------------------------- placements
 
 
-def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
+def placements_in_use(config: AnyConfig) -> dict[str, str]:
     """Map every role that is built, and `rollout`, to its `ranks`."""
     places = {role: section_of(config, role).ranks for role in roles_in_use(config)}
     if not isinstance(config, TrainConfig) or reads_trajectories(config):
@@ -139,7 +153,7 @@ def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
     return {**places, "rollout": config.rollout.ranks}
 
 
-def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
+def placement_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Yield problems of ranks that the world lacks, that stay idle, or that roles should share and do not."""
     places, outside = placements_in_use(config), False
     for name, text in places.items():
@@ -151,13 +165,14 @@ def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iter
     if outside:
         return
     if not isinstance(config, TrainConfig):
-        if (ranks := config.policy.ranks) != ALL:
-            yield problem(
-                "policy.ranks", ranks, "fine-tuning trains its one model on all ranks; leave it out, or start fewer ranks"
-            )
-        return
+        if len(places) == 1 and (ranks := next(iter(places.values()))) != ALL:
+            key = f"{key_of_role(config.learner)}.ranks"
+            yield problem(key, ranks, "fine-tuning trains its one model on all ranks; leave it out, or start fewer ranks")
+            return
     hosted = {name: set(ranks_of(text, world_size)) for name, text in places.items()}
     yield from _idle_ranks(hosted, config, world_size)
+    if not isinstance(config, TrainConfig):
+        return
     if "rollout" not in hosted:
         return  # only critics run: no other model needs the freed memory or new weights
     if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
@@ -182,12 +197,12 @@ def _mixed_halves(config: TrainConfig, hosted: Mapping[str, set[int]], world_siz
             yield problem(key, value, f"ranks {written} only generate (rollout.max_staleness); use {training}")
 
 
-def _idle_ranks(hosted: Mapping[str, set[int]], config: TrainConfig, world_size: int) -> Iterator[str]:
+def _idle_ranks(hosted: Mapping[str, set[int]], config: AnyConfig, world_size: int) -> Iterator[str]:
     idle = sorted(set(range(world_size)).difference(*hosted.values()))
     if idle:
         ranks = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {ranges_text(idle)}"
         samples = "rollout" in hosted
-        key, does = ("rollout", "no role and generate nothing") if samples else ("critic", "no role")
+        key, does = ("rollout", "no role and generate nothing") if samples else (next(iter(hosted)), "no role")
         others = ", ".join(f"{key_of_role(name)}.ranks" for name in hosted if name != key)
         where = f"here or to {others}" if others else "here"
         fix = f"{ranks} of the world would have {does}; add them {where}, or start fewer ranks"

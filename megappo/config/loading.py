@@ -31,8 +31,9 @@ from megappo.config.keys import (
     written_sections,
 )
 from megappo.config.paths import UTF_8_LOCALE
-from megappo.config.schema import SftConfig, TrainConfig
-from megappo.config.yaml_reader import parse_yaml, read_yaml
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS, AnyConfig, SupervisedConfig, command_of
+from megappo.config.yaml_reader import Document, parse_yaml, read_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -71,7 +72,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
     """Read `path`, apply the overrides (`policy.parallel.tp=2`, values in YAML) and validate. `key=null` on a key or section that
     cannot be null removes the file's value, so that the default holds. Raises ConfigError: one line with the place (file and line,
     or the command line), the key, its value and the fix."""
-    document = read_yaml(path)
+    return _config_of(read_yaml(path), path, overrides, cls)
+
+
+def _config_of(document: Document, path: str | Path, overrides: Sequence[str], cls: type[Config]) -> Config:
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     for override in overrides:
         key, value = parse_override(override, cls)
@@ -81,11 +85,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
             list(written_sections(document.data, cls))  # expands words, so that this key finds their section
             _assign(document.data, key, value, str(path))
             origins[key] = COMMAND_LINE
+    if cls is TrainConfig and (kind := document.data.get("kind")) in tuple(KINDS):
+        fix = "this command takes PPO runs alone; train, plan, launch, verify, export and config take runs of any kind"
+        raise ConfigError(f"{_place('kind', origins, str(path))}: {problem('kind', kind, fix)}")
     _refuse_unknown(document.data, cls, origins, str(path))
     try:
         return validated(document.data, cls)
     except ValidationError as error:
         raise ConfigError(_first_line(error, cls, origins, str(path))) from None
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = (), usual: str | None = None) -> AnyConfig:
+    """Load a configuration of any kind: that of its key `kind`, in the file or as an override; without one, `usual`, or PPO.
+    Raises ConfigError as `load_config`, and for a `kind` that there is not."""
+    kinds = [text.partition("=")[2] for text in overrides if text.startswith("kind=")]
+    document = read_yaml(path)
+    written = kinds[-1] if kinds else document.data.get("kind")
+    if written is None:
+        return _config_of(document, path, overrides, TrainConfig if usual is None else KINDS[usual])
+    cls = KINDS.get(written) if isinstance(written, str) else None
+    if cls is None:
+        fix = f"is no kind of run; use {' or '.join(KINDS)}, or leave it out for `megappo train`"
+        raise ConfigError(f"{path}: {problem('kind', written, fix)}")
+    if usual not in (None, written):
+        fix = f"this is `megappo {KINDS[usual].command}`; use `megappo {cls.command}`"
+        raise ConfigError(f"{path}: {problem('kind', written, fix)}")
+    return _config_of(document, path, overrides, cls)
 
 
 def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
@@ -213,10 +238,12 @@ def _unknown_in(section: Written, key: str, last: str, cls: type[BaseModel]) -> 
 
 
 def _unknown(key: str, cls: type[BaseModel]) -> str:
-    # The file may be meant for the other command; the nearest key here would mislead.
-    other, command = (SftConfig, "sft") if cls is TrainConfig else (TrainConfig, "train")
-    of_other = f"`megappo {command}` has it; " if key in dict(value_keys(other)) or _names_section(key, other) else ""
-    schema = "--schema" if cls is TrainConfig else "--sft --schema"
+    # The file may be meant for another command; the nearest key here would mislead.
+    known = (TrainConfig, *KINDS.values())
+    has = (one for one in known if one is not cls and (key in dict(value_keys(one)) or _names_section(key, one)))
+    other = next(has, None)
+    of_other = "" if other is None else f"`megappo {command_of(other)}` has it; "
+    schema = f"--{cls.model_fields['kind'].default} --schema" if issubclass(cls, SupervisedConfig) else "--schema"
     return f"unknown key; {of_other}{hint(key, cls) or f'`megappo config {schema}` lists the keys'}"
 
 

@@ -17,13 +17,13 @@ OWN_CODE = ("path", "entry_point")
 BUILT_IN_KEYS = {"math_verify": ("workers",)}  # built-in rule -> keys of other kinds that it has too
 
 
-def reward_problem(reward: RewardConfig) -> str | None:
-    """First problem of the keys of a reward, one line; None without one."""
+def reward_problem(reward: RewardConfig, *, may_be_none: bool = False) -> str | None:
+    """First problem of the keys of a reward, one line; None without one. may_be_none: every score may be 0."""
     for label in reward.route.map if reward.route is not None else ():
         if not label.strip() or len(label) > LONGEST_LABEL or odd_character(label) is not None:
             return problem("reward.route.map", label, f"a label is a printable line of 1 to {LONGEST_LABEL} characters")
     for recipe, parts in reward.recipes.items():
-        if (message := _recipe_problem(reward.key_of(recipe), parts)) is not None:
+        if (message := _recipe_problem(reward.key_of(recipe), parts, may_be_none)) is not None:
             return message
     return _same_settings(reward) or _host_problem(reward)
 
@@ -50,8 +50,8 @@ def _host_problem(reward: RewardConfig) -> str | None:
     return None
 
 
-def _recipe_problem(key: str, parts: Sequence[RewardPart]) -> str | None:
-    if not parts:
+def _recipe_problem(key: str, parts: Sequence[RewardPart], may_be_none: bool) -> str | None:
+    if not parts and not may_be_none:
         return problem(key, [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
     for index, part in enumerate(parts):
         if (message := _part_problem(f"{key}.{index}", part)) is not None:
@@ -60,7 +60,7 @@ def _recipe_problem(key: str, parts: Sequence[RewardPart]) -> str | None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         return problem(key, names, f"{twice[0]} is there twice; keep one and set its weight, or give one another name")
-    if all(part.weight == 0 for part in parts):
+    if all(part.weight == 0 for part in parts) and not may_be_none:
         return problem(key, names, "every weight is 0, so every score is 0; give one a weight")
     return None
 
@@ -91,7 +91,8 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
 
 
 def training_reward_problem(config: TrainConfig) -> str | None:
-    return reward_problem(config.reward)
+    """Refuse a reward that is 0, unless the policy learns from a teacher: then its parts, if any, only measure."""
+    return reward_problem(config.reward, may_be_none=config.algorithm.distillation is not None)
 
 
 def reward_model_problem(config: TrainConfig) -> str | None:

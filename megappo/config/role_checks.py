@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.errors import problem
-from megappo.config.layout_checks import only_pretrains, trained_sections
-from megappo.config.role_sections import AnyCriticConfig, CategoricalLossConfig, OptimizerConfig, key_of_role
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.layout_checks import only_pretrains, roles_in_use, trained_sections
+from megappo.config.role_sections import AnyCriticConfig, CategoricalLossConfig, OptimizerConfig, key_of_role, section_of
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, RewardTrainingConfig, SftDataConfig, SupervisedConfig
 
 
-def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+def freeze_problems(config: AnyConfig) -> Iterator[str]:
     """Refuse `freeze` beside adapters, which freeze the whole base. Patterns that match no weight: `trainer/prepare/layouts.py`."""
     for role, section in trained_sections(config).items():
         if section.freeze and section.lora is not None:
@@ -125,16 +126,45 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
     return None
 
 
-def sft_offload_problem(config: SftConfig) -> str | None:
-    """Refuse to offload what fine-tuning needs at any time."""
-    if not set(config.policy.offload) <= {"optimizer"}:
+def lonely_offload_problem(config: SupervisedConfig) -> str | None:
+    """Refuse to offload what a role that waits for no other needs at any time."""
+    section, key = config.learner_section, f"{key_of_role(config.learner)}.offload"
+    if len(roles_in_use(config)) == 1 and not set(section.offload) <= {"optimizer"}:
         fix = "fine-tuning has one role, which never waits for another: only optimizer has an effect; use [optimizer], or remove it"
-        return problem("policy.offload", list(config.policy.offload), fix)
+        return problem(key, list(section.offload), fix)
     return None
 
 
-def sft_lr_warmup_problem(config: SftConfig) -> str | None:
-    return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
+def conversation_problem(config: SupervisedConfig) -> str | None:
+    """Refuse conversations without the template that writes them."""
+    data = config.data
+    if isinstance(data, SftDataConfig) and data.messages_key is not None and not data.chat_template:
+        fix = "data.chat_template is false, and only the template writes conversations; set it to true, or use data.prompt_key"
+        return problem("data.messages_key", data.messages_key, fix)
+    return None
+
+
+def learner_lr_warmup_problem(config: SupervisedConfig) -> str | None:
+    """Refuse a warm-up of the learning rate that the run does not finish, if `trainer.steps` is set."""
+    if config.trainer.steps is None:
+        return None
+    key = f"{key_of_role(config.learner)}.optimizer.warmup_steps"
+    return _warmup_fits(key, config.learner_section.optimizer, config.trainer.steps)
+
+
+def text_teacher_problem(config: SupervisedConfig) -> str | None:
+    """Refuse distillation without a teacher."""
+    if config.has_teacher and section_of(config, "teacher").model is None:
+        return problem("teacher.model", None, "distillation needs a teacher; name its checkpoint, or remove that section")
+    return None
+
+
+def ties_problem(config: SupervisedConfig) -> str | None:
+    """Refuse ties without a probability of them."""
+    if isinstance(config, RewardTrainingConfig) and config.data.tie_key is not None and config.loss.tie_margin is None:
+        fix = "a tie has no likelihood without loss.tie_margin; set it, such as to 0.5"
+        return problem("data.tie_key", config.data.tie_key, fix)
+    return None
 
 
 def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> str | None:

@@ -109,8 +109,8 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an input of A in training; PPO's ratios then differ from 1 before the first update."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Endings of layer names in the checkpoint (`[q_proj, v_proj]`), or all-linear: the decoder layers' linear layers.
-    Embeddings, output projection, norms and experts have no adapters."""
+    """Endings of layer names in the checkpoint (`[q_proj, v_proj]`), or all-linear: the decoder layers' linear layers,
+    those of every expert too. Embeddings, output projection, norms and routers have no adapters."""
     base_bits: Literal[8] | None = None
     """8 keeps the frozen linear layers in 8 bits (docs/engines.md; dense models of a family); null keeps them in `dtype`."""
 
@@ -132,6 +132,9 @@ class TrainableConfig(RoleConfig):
     router_aux_coef: NonNegativeFloat = 0.0
     """Weight of the routers' balancing loss per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20), for models with
     experts."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Step of an expert's correction towards an even load after every optimizer step (the same, section 2.1.2); 0 keeps the
+    corrections as they are."""
     offload: tuple[Offload, ...] = ()
     """State that leaves the GPU while other roles work: parameters and optimizer (fp32 main parameters, moments) go to host
     memory, gradients are freed."""
@@ -292,6 +295,11 @@ class ReferenceConfig(FrozenConfig):
     second model, and the other keys of this section have no effect."""
     refresh: RefreshConfig | None = None
     """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864)."""
+
+
+class TeacherConfig(FrozenConfig):
+    model: ModelPath | None = None
+    """Checkpoint of the teacher, with the policy's tokenizer; it may be of another family and size."""
 
 
 class RewardModelConfig(FrozenConfig):

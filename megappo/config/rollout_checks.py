@@ -124,25 +124,12 @@ def _needs_turns(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
             rollout.partial_rollout_tokens,
             "long responses run on beside training anyway; use null",
         )
-    if rollout.environment is not None:
-        section = rollout.environment.model_dump(mode="json", exclude_unset=True)
-        yield "rollout.environment", section, "a push in the middle of a turn is not carried yet; remove it"
-    if a.dynamic_sampling is not None:
-        section = a.dynamic_sampling.model_dump(exclude_unset=True)
-        yield "algorithm.dynamic_sampling", section, "its rounds choose prompts by scores, after later steps have begun; use null"
-    if config.data.curriculum is not None:
-        section = config.data.curriculum.model_dump(exclude_unset=True)
-        yield "data.curriculum", section, "it chooses prompts by scores, after later steps have begun; use null"
-    if a.estimator.type == "remax":
-        yield "algorithm.estimator.type", "remax", "its greedy responses are drawn after a step's others; use gae"
-    if config.trainer.evaluate_with != "policy":
+    if config.trainer.evaluate_with != "policy" and rollout.environment is not None:
         yield (
             "trainer.evaluate_with",
             config.trainer.evaluate_with,
-            "the sampler holds the policy while responses run on; use policy",
+            "trajectories whose turns are answered would go on under the average; use policy, or evaluate an export of the average",
         )
-    if config.reward.above_max == "redraw":
-        yield "reward.above_max", "redraw", "a step is not drawn again after later ones have begun; use stop"
     if rollout.max_staleness and "importance_sampling" not in a.model_fields_set:
         fix = "responses of older weights ask for a choice: name tis, mis, icepop or none"
         yield "algorithm.importance_sampling.type", a.importance_sampling.type, fix
@@ -256,6 +243,21 @@ def top_k_ids_problem(config: TrainConfig) -> str | None:
             f"recording so many ids of every sampled token costs too much; use at most {MAX_REPLAYED_TOP_K}, {without}",
         )
     return None
+
+
+def replay_problem(config: TrainConfig) -> str | None:
+    """Refuse to replay experts that the sampler does not record."""
+    rollout = config.rollout
+    if rollout.replay_experts in ("auto", "none") or rollout.replays_experts:
+        return None
+    because = (
+        "Megatron's own generation records none"
+        if rollout.engine == "megatron"
+        else "the turns of an environment do not carry them"
+        if rollout.environment is not None
+        else "responses that are drawn beside training (rollout.max_staleness) do not carry them"
+    )
+    return problem("rollout.replay_experts", rollout.replay_experts, f"{because}; use none, or leave it out")
 
 
 def logits_problem(config: TrainConfig) -> str | None:

@@ -8,6 +8,7 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.errors import problem
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 
 
 def timeout_problems(run: RunConfig) -> Iterator[str]:
@@ -42,13 +43,13 @@ def trajectory_problem(config: TrainConfig) -> str | None:
     return None
 
 
-def tracker_names_problem(config: TrainConfig) -> str | None:
+def tracker_names_problem(config: AnyConfig) -> str | None:
     named = config.telemetry.trackers
     twice = sorted({name for name in named if named.count(name) > 1})
     return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None
 
 
-def profile_problem(config: TrainConfig) -> str | None:
+def profile_problem(config: AnyConfig) -> str | None:
     """Refuse profiled steps that are named twice or come after the end, if `trainer.steps` is set."""
     asked, steps = config.telemetry.profile_steps, config.trainer.steps
     if len(set(asked)) < len(asked):

@@ -33,6 +33,8 @@ CHECKPOINTS = "checkpoints"  # folder for checkpoints (`checkpoint/directory.py`
 LAUNCHES = "launch"  # folder that `megappo launch` fills before the run starts
 LEASE = "lease.json"  # says which process has the run (`runtime/lease.py`)
 METRICS = "metrics.jsonl"
+# Seconds of a step on the GPUs of the run, which the process that starts the ranks predicts (`telemetry/predicted.py`)
+PREDICTED = "predicted.json"
 EXPORTED = "export"  # the final policy as a Hugging Face checkpoint
 # How the run ended; absent while it runs and after a kill of all its processes. Rank 0 writes it for a run that finished or was
 # stopped on request, the launcher for one that failed.
@@ -83,8 +85,13 @@ def check_run_dir(run: RunConfig, resume: bool, *, resumable: bool = True) -> Pa
 
 def holds_run(run_dir: Path) -> bool:
     """True if a run has left anything in its directory."""
-    # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
-    return run_dir.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in run_dir.iterdir())
+    return run_dir.is_dir() and any(not precedes_run(entry.name) for entry in run_dir.iterdir())
+
+
+def precedes_run(name: str) -> bool:
+    """True for an entry that is there before the run starts: `megappo launch` writes its folder, and the process that starts the
+    ranks its lease and a prediction."""
+    return name in (LAUNCHES, PREDICTED) or is_lease(name)
 
 
 def has_saved(run_dir: Path) -> bool:

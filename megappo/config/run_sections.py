@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megappo.config.paths import PathText
+from megappo.config.paths import PathIfThere, PathText
 from megappo.config.section import NonNegative, Positive, PositiveFloat, Section
 
 
@@ -104,6 +104,9 @@ class TelemetryConfig(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a rank for MFU; null takes the GPU's profile (`megappo/telemetry/hardware.yaml`), or there is no
     MFU."""
+    hardware: PathIfThere | None = None
+    """Profile of a rank, for MFU and the predicted seconds in the log: a name, or a YAML file as `megappo tune --as-is --calibrate
+    RUN --output FILE` writes (docs/layouts.md); null takes that of the GPU."""
     profile_steps: tuple[Positive, ...] = ()
     """Steps to profile: torch's trace of every rank in the run's `profile/` (docs/telemetry.md)."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from megappo.config.environment_sections import EnvironmentConfig
-from megappo.config.paths import DataPaths, ModelPath
+from megappo.config.paths import DataPaths, FilePath, ModelPath
 from megappo.config.prompt_sections import CurriculumConfig, DynamicSamplingConfig
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
@@ -22,6 +22,7 @@ from megappo.config.role_sections import (
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
+    TeacherConfig,
     further_role,
 )
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
@@ -89,6 +90,9 @@ class RolloutConfig(Section):
     old. null: in turns."""
     cache_after_push: Literal["recompute", "keep"] = "recompute"
     """KV cache of responses that a push finds half drawn: computed again with the new weights, or kept as older ones left it."""
+    replay_experts: Literal["auto", "none", "policy", "all"] = "auto"
+    """Let the policy choose the experts that vLLM chose for a token, in log-probs and updates (R3, docs/agreement.md); all: the
+    reference too. auto: policy, for models with experts, where vLLM draws whole responses in turns with training."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer exceeds this; steps with responses of
     older weights are not judged."""
@@ -102,6 +106,12 @@ class RolloutConfig(Section):
     def oldest_weights(self) -> int:
         """Steps before one from which its responses may have weights; 1: those of the step before."""
         return self.push_every + (self.max_staleness or 0)
+
+    @property
+    def replays_experts(self) -> bool:
+        """True if the experts that vLLM chooses are recorded, for a model that has some."""
+        recorded = self.engine == "vllm" and self.environment is None and self.max_staleness is None
+        return self.replay_experts != "none" and recorded
 
     @property
     def windows(self) -> int:
@@ -133,6 +143,12 @@ class DataConfig(Section):
     """System message before the question; needs `chat_template`."""
     prompt_suffix: str = ""
     """Text appended to every question, such as an instruction on the answer's format."""
+    image_key: str | None = None
+    """Field with a record's images: a path, bytes, a data: URI, or a list of such (docs/images.md); null: text alone."""
+    image_root: FilePath | None = None
+    """Folder that paths of images are relative to; null means that of the data file."""
+    max_image_pixels: Positive | None = None
+    """Larger images are made smaller; null means the limit of the model's preprocessor_config.json."""
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong: Literal["filter", "error"] = "filter"
@@ -202,6 +218,17 @@ class NoKLConfig(Section):
 
 
 KLConfig = RewardKLConfig | LossKLConfig | NoKLConfig
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: minus `coef` times the reverse KL to the `teacher` at every sampled token, log policy - log teacher
+    (docs/algorithms.md)."""
+
+    placement: Literal["reward", "advantage"] = "reward"
+    """Part of the token's reward, for advantages and critics alike; or of its advantage alone, after the estimator and
+    whitening."""
+    coef: PositiveFloat = 1.0
+    """Factor of the KL."""
 
 
 class RatioLossConfig(Section):
@@ -452,6 +479,8 @@ class AlgorithmConfig(Section):
     baseline already."""
     kl: Annotated[KLConfig, Field(discriminator="placement")] = RewardKLConfig()
     """Place of the KL to the reference model."""
+    distillation: DistillationConfig | None = None
+    """Learn from the log-probs of a `teacher`, alone or beside the reward."""
     ppo_epochs: Positive = 1
     """Passes over the responses of a step."""
     mini_batch_size: Positive = 256
@@ -509,6 +538,9 @@ CriticName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,32}$")]
 class TrainConfig(Section):
     """Configuration of `megappo train`."""
 
+    learner: ClassVar[str] = "policy"
+    """Role that the other models start from, as `SupervisedConfig.learner`: its base may be the reference, and it is exported."""
+
     run: RunConfig = RunConfig()
     """Name, place and processes of the run."""
     model: ModelConfig = ModelConfig()
@@ -524,6 +556,8 @@ class TrainConfig(Section):
     """Further critics by name; `b: {}` makes the role `critic_b` with the defaults (docs/algorithms.md)."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The frozen model that the policy is distilled from; built if `algorithm.distillation` is set."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A frozen model that scores whole responses."""
     rollout: RolloutConfig = RolloutConfig()
@@ -548,52 +582,3 @@ class TrainConfig(Section):
         """Role -> section of the critics of this run; empty under an estimator without one."""
         further = {further_role(name): one for name, one in self.critics.items()}
         return {"critic": self.critic, **further} if self.algorithm.has_critic else {}
-
-
-# -------------------------------------------------------------------------------------------------------------------- sft
-
-
-class SftDataConfig(Section):
-    train: DataPaths
-    """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset, or a list of them."""
-    tokenizer: ModelPath | None = None
-    """Hugging Face tokenizer, or path of a SentencePiece .model file; null means `policy.model`."""
-    prompt_key: str = "prompt"
-    """Field with the question (a string, or a list of chat messages)."""
-    response_key: str = "answer"
-    """Field with the response to learn; the loss covers its tokens and the end-of-sequence token."""
-    chat_template: bool = True
-    """Wrap the question with the tokenizer's chat template."""
-    template_args: dict[str, Any] = {}
-    """Variables of the chat template, such as `{enable_thinking: false}`. Exports have them as defaults."""
-    system_prompt: str | None = None
-    """System message before the question (needs `chat_template`)."""
-    prompt_suffix: str = ""
-    """Text appended to every question."""
-    max_tokens: Positive = 1024
-    """Longest prompt plus response; longer records are left out and counted."""
-
-
-class SftTrainerConfig(Section):
-    steps: Positive = 100
-    """Optimizer steps."""
-    batch_size: Positive = 64
-    """Demonstrations per optimizer step over all data-parallel ranks."""
-
-
-class SftConfig(Section):
-    """Configuration of `megappo sft`."""
-
-    run: RunConfig = RunConfig(name="sft")
-    """Name, place and processes of the run."""
-    model: ModelConfig = ModelConfig()
-    """Build of the layers of all roles."""
-    kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (docs/kernels.md): auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU;
-    a named one that is missing or fails its check is an error."""
-    policy: PolicyConfig
-    """The model that is fine-tuned."""
-    data: SftDataConfig
-    """Demonstrations and their format."""
-    trainer: SftTrainerConfig = SftTrainerConfig()
-    """Length of the run."""

@@ -76,6 +76,14 @@ class Cache:
                 self._evict()
         return entry
 
+    def find(self, key: Key) -> Path | None:
+        """Return the folder of this key; None if there is none."""
+        entry = self.root / digest(key)
+        if not entry.is_dir():
+            return None
+        _touch(entry)
+        return entry
+
     def value(self, key: Key, make: Callable[[], Any]) -> Any:
         """Return the JSON value of this key, made by `make` if it is not kept. Errors of `make` are not kept."""
         name = "value.json"

@@ -78,7 +78,14 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device)
 
 
-NO_ID = -1  # "none" in a table of token ids
+NO_ID = -1  # "none" in a table of ids
+ROUTES = "routes"
+"""Ragged field of the experts that the sampler chose for a token: in every sparse layer top_k of them, or of no layer any."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Return the type of an expert's number in the field `ROUTES`."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Ragged:
     """Rows of ids, one per token. The ids may be on a device, their counts are on the host: sizes come from them."""
 
     ids: Tensor
-    """[n] int32, row after row."""
+    """[n] int32, row after row; routes of experts are uint8 or int16."""
     counts: Tensor
     """[T] int32, ids of each row."""
 
@@ -126,10 +133,11 @@ class Ragged:
         return Ragged(moved(self.ids, device), self.counts)
 
     def padded(self) -> Tensor:
-        """Table [T, K] int32 of the ids of each row, then NO_ID; K is `width`."""
+        """Table [T, K] of the ids of each row, then NO_ID; K is `width`. int32, of routes int16."""
         there = torch.arange(self.width, device=self.ids.device) < moved(self.counts, self.ids.device)[:, None]
+        ids = self.ids.short() if self.ids.dtype == torch.uint8 else self.ids
         # masked_scatter: ids go to the places in their order, and no index of them is made.
-        return self.ids.new_full(there.shape, NO_ID).masked_scatter_(there, self.ids)
+        return ids.new_full(there.shape, NO_ID).masked_scatter_(there, ids)
 
 
 @dataclass(frozen=True)

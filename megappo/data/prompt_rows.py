@@ -9,8 +9,10 @@ from typing import Any, Literal, overload
 
 from megappo.config.run_directory import apply_permissions
 from megappo.config.run_sections import RunConfig
-from megappo.config.schema import DataConfig, SftDataConfig
+from megappo.config.schema import DataConfig
+from megappo.config.supervised import PairDataConfig, SftDataConfig
 from megappo.data.cache import Cache
+from megappo.data.images import PromptImages, key_of_images
 from megappo.data.prompts import (
     Identities,
     Prompt,
@@ -18,7 +20,7 @@ from megappo.data.prompts import (
     PromptSet,
     Record,
     answer_or_none,
-    encode_question,
+    encode_prompt,
     question_field,
     record_name,
 )
@@ -40,15 +42,17 @@ class PromptRules:
     """Most prompts to take."""
 
 
-def prompts_of(source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules, cache: Cache) -> PromptSet:
-    """Tokenise the prompts of a source by these rules, or take them from the cache.
+def prompts_of(
+    source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules, cache: Cache, images: PromptImages | None = None
+) -> PromptSet:
+    """Tokenise the prompts of a source by these rules, or take them from the cache. images: of its records, if they have some.
     Raises ValueError, one line: a key of the question that a record lacks (its keys are listed), one of the wrong type, a prompt
     without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left."""
-    recipe = Recipe(partial(_encode, tokenizer, rules), "string", partial(_checked, source, rules), rules.limit)
-    rows, fingerprint = rows_of(source, tokenizer, {"prompts": asdict(rules)}, cache, recipe)
+    recipe = Recipe(partial(_encode, tokenizer, rules, images), "string", partial(_checked, source, rules), rules.limit)
+    rows, fingerprint = rows_of(source, tokenizer, {"prompts": asdict(rules), **key_of_images(images)}, cache, recipe)
     facts = rows.facts
     return PromptSet(
-        StoredPrompts(rows, rules),
+        StoredPrompts(rows, rules, has_images=images is not None),
         facts["num_records"],
         facts["num_overlong"],
         rules.max_prompt_tokens,
@@ -59,10 +63,11 @@ def prompts_of(source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules
     )
 
 
-def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str) -> Iterator[tuple[list[int], str | None]]:
+def _encode(
+    tokenizer: Tokenizer, rules: PromptRules, images: PromptImages | None, record: Record, name: str
+) -> Iterator[tuple[list[int], str | None]]:
     """Yield (token ids, answer or None) of a record; nothing if it is too long and overlong prompts are filtered."""
-    question = question_field(record, rules.prompt_key, "data.prompt_key", name)
-    tokens = encode_question(question, tokenizer, rules.format, name)
+    tokens = encode_prompt(record, rules.prompt_key, tokenizer, rules.format, images, name)
     if len(tokens) <= rules.max_prompt_tokens or rules.overlong == "error":
         yield tokens, answer_or_none(record, rules.answer_key)
 
@@ -91,8 +96,8 @@ def _checked(source: Source | Joined, rules: PromptRules, rows: Rows, num_record
 class StoredPrompts(Sequence[Prompt]):
     """Prompts of mapped rows. Each access makes a new one."""
 
-    def __init__(self, rows: Rows, rules: PromptRules) -> None:
-        self._rows, self._rules = rows, rules
+    def __init__(self, rows: Rows, rules: PromptRules, *, has_images: bool = False) -> None:
+        self._rows, self._rules, self._has_images = rows, rules, has_images
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -110,12 +115,12 @@ class StoredPrompts(Sequence[Prompt]):
 
     def _make(self, row: Row) -> Prompt:
         record, line = self._rows.record_of(row)
-        question = question_field(record, self._rules.prompt_key, "data.prompt_key", "")
+        question = question_field(record, self._rules.prompt_key, "data.prompt_key", "", has_images=self._has_images)
         text = question if isinstance(question, str) else question[-1]["content"]
         return Prompt(record_name(*self._rows.place_of(row), None), tuple(row.tokens), text, row.value or "", record, line)
 
 
-def format_of(data: DataConfig | SftDataConfig) -> PromptFormat:
+def format_of(data: DataConfig | SftDataConfig | PairDataConfig) -> PromptFormat:
     return PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
 
 
@@ -126,7 +131,12 @@ def open_cache(run: RunConfig) -> Cache:
 
 
 def load_prompts(
-    data: DataConfig, source: str | Sequence[str], tokenizer: Tokenizer, cache: Cache, limit: int | None = None
+    data: DataConfig,
+    source: str | Sequence[str],
+    tokenizer: Tokenizer,
+    cache: Cache,
+    limit: int | None = None,
+    images: PromptImages | None = None,
 ) -> PromptSet:
     """Load the prompts of a source or of several, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
     rules = PromptRules(
@@ -137,4 +147,4 @@ def load_prompts(
         data.overlong,
         limit,
     )
-    return prompts_of(open_sources(source), tokenizer, rules, cache)
+    return prompts_of(open_sources(source), tokenizer, rules, cache, images)

@@ -9,8 +9,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
+from megappo.data.images import PromptImages, with_markers
 from megappo.data.sources import Written
 from megappo.data.tokenizers import Message, Tokenizer
 
@@ -150,6 +152,15 @@ def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFo
     return tokens
 
 
+def encode_prompt(
+    record: Record, key: str, tokenizer: Tokenizer, prompt_format: PromptFormat, images: PromptImages | None, name: str
+) -> list[int]:
+    """Encode the question of a record, with its images if a run has some. key: `data.prompt_key`. ValueError names the record."""
+    question = question_field(record, key, "data.prompt_key", name, has_images=images is not None)
+    encode = partial(encode_question, tokenizer=tokenizer, prompt_format=prompt_format, name=name)
+    return encode(question) if images is None else images.encoded(question, images.of_record(record, name), encode, name)
+
+
 def record_field(record: Record, key: str, option: str, name: str) -> Any:
     """Value of record[key], or the nested value of a key `a.b`. Raises ValueError with the record's keys."""
     if key in record:  # a key may itself contain a dot
@@ -162,14 +173,17 @@ def record_field(record: Record, key: str, option: str, name: str) -> Any:
     return value
 
 
-def question_field(record: Record, key: str, option: str, name: str) -> str | list[Message]:
-    """Question of a record: a string, or a non-empty list of messages with string role and content. Raises ValueError otherwise."""
+def question_field(record: Record, key: str, option: str, name: str, *, has_images: bool = False) -> str | list[Message]:
+    """Question of a record: a string, or a non-empty list of messages with string role and content. Raises ValueError otherwise.
+    has_images: contents may be lists of parts, of which those with an image become markers (`images.with_markers`)."""
     value = record_field(record, key, option, name)
+    if has_images:
+        value = with_markers(value)
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(_is_message(m) for m in value):
+    if is_messages(value):
         return value
-    raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a list of chat messages (role, content)")
+    raise ValueError(f"{option}={key}: {name} holds {shorten(value)}, not a string or a list of chat messages (role, content)")
 
 
 def answer_field(record: Record, key: str, option: str, name: str) -> str:
@@ -178,7 +192,7 @@ def answer_field(record: Record, key: str, option: str, name: str) -> str:
     value = record_field(record, key, option, name)
     # The text of null would be None, that of a list Python's notation: no response would ever equal it.
     if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a number")
+        raise ValueError(f"{option}={key}: {name} holds {shorten(value)}, not a string or a number")
     return require_text(_answer_text(value), "the answer", name)
 
 
@@ -212,10 +226,16 @@ def require_text(text: str, part: str, name: str) -> str:
     return text
 
 
+def is_messages(value: Any) -> TypeGuard[list[Message]]:
+    """True for a list of chat messages, at least one, with string role and content."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """Text of a value in a message, at most 80 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

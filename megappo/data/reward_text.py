@@ -3,10 +3,11 @@ The policy's ids are never used, even if both have one tokenizer: a sampled resp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.data.prompts import Prompt, PromptFormat, question_field
-from megappo.data.tokenizers import Tokenizer
+from megappo.data.tokenizers import Message, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,19 @@ class RewardText:
         """Ids of the whole text; transformers reads the score at the last one.
         Raises ValueError, without the prompt's name: messages that the template refuses, or messages without a template, or no
         ids."""
-        question = question_field(prompt.record, self.prompt_key, "data.prompt_key", prompt.id)
+        return self.of_question(question_field(prompt.record, self.prompt_key, "data.prompt_key", prompt.id), response)
+
+    def of_question(self, question: str | list[Message], response: str | Sequence[Message]) -> list[int]:
+        """Ids as of `encode`, of a question that a record may lack and of a response that may be several messages."""
         if self.chat_template:
             messages = self.prompt_format.messages(question)
-            ids = self.tokenizer.conversation([*messages, {"role": "assistant", "content": response}])
-        elif isinstance(question, str):
+            answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+            ids = self.tokenizer.conversation([*messages, *answer])
+        elif isinstance(question, str) and isinstance(response, str):
             ids = self.tokenizer.encode_prompt(question + self.prompt_format.prompt_suffix + response)
         else:
-            raise ValueError("the prompt is a list of chat messages, which needs reward_model.chat_template=true")
+            what = "the prompt is" if not isinstance(question, str) else "a response is"
+            raise ValueError(f"{what} a list of chat messages, which needs reward_model.chat_template=true")
         # transformers skips last tokens with the id of padding, even where they are not padding (pad = eos). Tokens after the
         # scored one do not change its score.
         end = len(ids)

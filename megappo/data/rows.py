@@ -29,6 +29,8 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.runtime.helper_process import FAILED, HelperDied, HelperProcess, end_with
 
 RECORDS, FACTS = "records-{}.arrow", "facts.json"
+SPANS = "spans"
+"""Kind of a row's value: a list of int32, such as borders in its tokens."""
 ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
 BATCH = 4096  # rows of an Arrow batch
 REAPED_S = 5.0  # a pool that works reaps its processes within a tenth of a second
@@ -139,7 +141,7 @@ class Recipe:
 
     encode: Encode
     kind: str
-    """Arrow type, by name, of a row's `value`."""
+    """Arrow type, by name, of a row's `value`; SPANS for a list of numbers."""
     finish: Callable[[Rows, int], Mapping[str, Any]]
     """(rows, number of records) -> facts of the rows. Raises ValueError for rows that no run should have."""
     limit: int | None = None
@@ -238,8 +240,10 @@ class _Job(NamedTuple):
             for column, value in zip(columns, row[1:]):
                 column.append(value)
         tokens = pyarrow.ListArray.from_arrays(pyarrow.array(ends, pyarrow.int32()), pyarrow.array(flat, pyarrow.int32()))
+        numbers = pyarrow.list_(pyarrow.int32())
         kinds = (self.kind, "int64", "int32", "int32")
-        arrays = [pyarrow.array(column, pyarrow.type_for_alias(kind)) for column, kind in zip(columns, kinds)]
+        types = [numbers if kind == SPANS else pyarrow.type_for_alias(kind) for kind in kinds]
+        arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, types)]
         return pyarrow.table([tokens, *arrays], names=list(Row._fields))
 
 

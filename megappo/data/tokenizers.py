@@ -1,13 +1,15 @@
 """Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
-Models, rollouts and losses see token ids only; a sampled response is never encoded again. This is the only file outside
-`models/` that imports transformers."""
+Models, rollouts and losses see token ids only; a sampled response is never encoded again. This and `images.py` alone import
+transformers outside `models/`."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
@@ -191,19 +193,49 @@ class HuggingFaceTokenizer:
     def conversation(self, messages: Sequence[Message]) -> list[int]:
         return self._render(messages, for_answer=False)
 
-    def _render(self, messages: Sequence[Message], for_answer: bool) -> list[int]:
+    def text_of(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, for_answer: bool = False
+    ) -> str:
+        """Text of messages in the chat template, with the beginning of an answer if `for_answer`. Raises ValueError as `chat`."""
+        return self._apply(messages, tools, tokenize=False, add_generation_prompt=for_answer)
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> tuple[list[int], list[int]] | None:
+        """Return (ids, 1 for each that the template's generation markers enclose, else 0); None if it has no such markers."""
+        if not self.has_chat_template or not re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)):
+            return None
+        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def encode_cut(self, text: str, borders: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return (ids of a text with all its special tokens, number of ids before each border). borders: ascending characters. The
+        text is encoded as a whole if no token crosses a border; else each part on its own, as a policy continues a prompt."""
+        if self._tokenizer.is_fast:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            begins, ends = zip(*found["offset_mapping"])
+            cuts = [bisect_left(begins, border) for border in borders]
+            if all(cut == 0 or ends[cut - 1] <= border for cut, border in zip(cuts, borders)):
+                return list(found["input_ids"]), cuts
+        ids, cuts, begin = [], [], 0
+        for border in borders:
+            ids += self.encode(text[begin:border])
+            cuts.append(len(ids))
+            begin = border
+        return ids + (self.encode(text[begin:]) if begin < len(text) else []), cuts
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **how: Any) -> Any:
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
             raise _no_chat_template(self.path)
         copies = [dict(message) for message in messages]
+        given = {} if tools is None else {"tools": list(tools)}
         try:
-            ids = self._tokenizer.apply_chat_template(
-                copies, add_generation_prompt=for_answer, return_dict=False, **self._template_args
-            )
-        except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
+            return self._tokenizer.apply_chat_template(copies, **given, **how, **self._template_args)
+        except (TemplateError, TypeError) as error:  # TypeError: the template computes with a key that has another type there
             raise ValueError(f"the chat template of {self.path} refuses the messages: {first_line(error)}") from error
-        return list(ids)
+
+    def _render(self, messages: Sequence[Message], for_answer: bool) -> list[int]:
+        return list(self._apply(messages, None, add_generation_prompt=for_answer, return_dict=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._text(ids, skip_special_tokens=True)

@@ -6,7 +6,7 @@ Only `build.py` names the engine that runs. An engine knows nothing of PPO: loss
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,13 +140,15 @@ class Engine(AveragedModel, Protocol):
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
+        together: Sequence[int] = (),
     ) -> PassResult:
         """Run the micro-batches of all shares; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
 
         share: of this rank's replica; may be empty. Tokens are read on the holders and readers of `shares`, fields on holders,
         lengths everywhere. reads: fields that loss_fn reads, if the batch has them; only these go to the device, another one is a
-        KeyError. Run one training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would reduce gradients over
-        ranks twice.
+        KeyError. together: sizes of groups of neighbouring sequences that one loss compares, which share a micro-batch; empty for
+        every sequence alone. Run one training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would reduce
+        gradients over ranks twice.
         """
         ...
 

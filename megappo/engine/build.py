@@ -100,6 +100,8 @@ def build_megatron(
         implementation=implementation,
         in_8_bits=section.in_8_bits,
     )
+    for chunk in chunks:
+        chunk.images = spec.images
     _fill(chunks, spec, groups)
     adapters = None
     if trainable is not None and trainable.lora is not None:  # of a frozen role too: a checkpoint's weights may be adapters
@@ -118,8 +120,8 @@ def build_megatron(
         wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=trainable.optimizer.distributed)
         optimizer = Optimizer(wrapped, groups, trainable.optimizer, spec.total_updates)
         settings = EngineSettings(device, section.micro_batch_tokens, trainable.offload, frozen)
-        aux = trainable.router_aux_coef
-        engine = MegatronEngine(spec.role, wrapped, groups, settings, optimizer=optimizer, router_aux_coef=aux, adapters=adapters)
+        balance = trainable.router_aux_coef, trainable.router_bias_rate
+        engine = MegatronEngine(spec.role, wrapped, groups, settings, optimizer=optimizer, balance=balance, adapters=adapters)
     engine.offload_idle()
     return engine
 

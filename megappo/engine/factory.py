@@ -10,6 +10,7 @@ import torch
 
 from megappo.config.role_sections import ModelConfig, RoleConfig
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.data.images import ImageStore
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
@@ -33,6 +34,9 @@ class EngineSpec:
     seed: int = 0  # of a random head, and of adapters
     random_weights: bool = False
     """Small random matrices in place of the checkpoint's, for timing: only config.json is read."""
+
+    images: ImageStore | None = None
+    """Images that the tokens of a vision-language model name."""
 
     @property
     def frozen(self) -> frozenset[str]:

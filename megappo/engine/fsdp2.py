@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.errors import ConfigError, problem
@@ -28,7 +30,8 @@ from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch
 from megappo.models.hf_export import Written, export_pieces
-from megappo.models.lora import Weights, is_beside_base
+from megappo.models.hf_routers import ReplayedRouters
+from megappo.models.lora import Weights
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
@@ -103,9 +106,11 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     def _adapter_tensors(self) -> AdapterTensors | None:
         if (adapters := self.adapters) is None:
             return None
-        beside = {name: shape for name, shape in self._model.shapes.items() if is_beside_base(name)}
-        cuts = {VALUE_HEAD: Cut(None), **adapters.cuts}
-        return AdapterTensors(adapters.lora, self._model.shards, plain_piece_map(beside, cuts, self.groups.layout))
+        beside = adapters.pieces()
+        if self.value_head:
+            head = plain_piece_map({VALUE_HEAD: self._model.shapes[VALUE_HEAD]}, {VALUE_HEAD: Cut(None)}, self.groups.layout)
+            beside = PieceMap.of({position: [*held, *head[position]] for position, held in beside.items()})
+        return AdapterTensors(adapters.lora, self._model.shards, beside)
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
@@ -133,6 +138,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         *,
         forward_only: bool,
     ) -> None:
+        self._replayed.zero_()
         with nullcontext() if forward_only else self._dropping():
             for number, micro in enumerate(micro_batches.of_chunk(), start=1):
                 if self._reduce_once and not forward_only:
@@ -150,7 +156,8 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     def _run_one(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
         """Run one micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
-        with torch.set_grad_enabled(not forward_only):
+        # One micro-batch after the other, forward and backward: a recomputed forward finds its own routes.
+        with torch.set_grad_enabled(not forward_only), self._replaying(micro):
             raw = self._model(micro.batch.tokens, micro.batch.host_offsets, micro.context)
             output = self._loss_of(loss_fn, micro, raw)
             if not forward_only:
@@ -159,6 +166,20 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
                 loss.backward()
         self._model.reshard()  # the optimizer may change the shards next
         return detached(output, micro.real)
+
+    @cached_property
+    def _routers(self) -> ReplayedRouters | None:
+        moe = self.arch.moe
+        return None if moe is None else ReplayedRouters(self._model.module, moe.num_experts, moe.top_k, self._replayed)
+
+    @cached_property
+    def _replayed(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def _replaying(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        if micro.routes is None or self._routers is None:
+            return nullcontext()
+        return self._routers.replaying(micro.routes if micro.context is None else micro.context.take(micro.routes))
 
     def _output_projection(self) -> tuple[Tensor, float]:
         return self._model.output_weight(), self._model.logit_scale
@@ -170,8 +191,13 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        for constant in self._model.constants.values():
+            dist.broadcast(constant.data, group=self.groups.everyone, group_src=0)  # which alone has read it
+        super().boxes_loaded(position)
+
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
-        for name, shard in self._model.shards.items():
+        for name, shard in self.named_parameters().items():
             yield Held(WEIGHT, name, tuple(shard.shape), 0, shard.data)
         for moment, name, values in self._trained().moments() if with_optimizer else ():
             yield Held(moment, name, tuple(values.shape), 0, values)

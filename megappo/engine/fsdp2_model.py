@@ -36,7 +36,7 @@ from megappo.models.hf_classes import (
 from megappo.models.hf_import import fill_value_head, read_int8
 from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
-from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, AdaptedExperts, Weights, int8_modules, is_adapter, is_beside_base
 from megappo.models.pieces import rectangle
 from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
@@ -72,8 +72,8 @@ class ShardedModel:
         # First index of each shard in every dimension.
         self.starts: dict[str, tuple[int, ...]] = {}
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
-        for piece in () if adapters is None else adapters.pieces()[groups.position]:
-            places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
+        if adapters is not None:
+            places |= {name: (start, shape) for name, start, shape in adapters.places(groups.position)}
         for linear in int8_modules(spec.arch, None if adapters is None else adapters.lora):
             if (rows := places.get(f"{linear}.weight")) is not None:
                 places[linear + SCALE] = (rows[0][0], 0), (rows[1][0], self.shapes[linear + SCALE][1])
@@ -147,19 +147,21 @@ class ShardedModel:
         if self.adapters is None:
             return self.shards
         weights = self._base_weights()
-        for module in self.adapters.modules:
+        experts = {stack.parameter for stack in self.adapters.stacks} & self.shards.keys()
+        weights |= dict(self.adapters.experts({name: self.shards[name] for name in experts}, self.shards))
+        for module in self.adapters.alone:
             # Every rank needs the columns of A that its part of the weight has.
             a = self._whole[module + ADAPTER_A]
             a = a.redistribute(placements=(Replicate(), *a.placements[1:])).to_local()  # over FSDP2's axis alone
             if (name := f"{module}.weight") in self.shards:
                 # Rows of B are cut as those of the weight: both have the module's outputs.
                 base = weights[name]
-                assert not isinstance(base, Adapted)
+                assert not isinstance(base, Adapted | AdaptedExperts)
                 weights[name] = Adapted(base, a, self.shards[module + ADAPTER_B], self.adapters.scaling)
         return weights
 
-    def _base_weights(self) -> dict[str, Tensor | Adapted | Quantised]:
-        weights: dict[str, Tensor | Adapted | Quantised] = {}
+    def _base_weights(self) -> dict[str, Tensor | Adapted | AdaptedExperts | Quantised]:
+        weights: dict[str, Tensor | Adapted | AdaptedExperts | Quantised] = {}
         for name, shard in self.shards.items():
             if not is_adapter(name) and not name.endswith(SCALE):
                 scales = self.shards.get(name.removesuffix(".weight") + SCALE)

@@ -35,8 +35,9 @@ class ShardedOptimizer:
         self._shards, self._groups, self._clip_grad = shards, groups, config.clip_grad
         self._copied, self._device, self.updates = copied, device, 0
         # No weight decay on norms and biases.
-        decayed = [shard for shard in shards.values() if shard.dim() > 1]
-        others = [shard for shard in shards.values() if shard.dim() == 1]
+        of_vectors = {name for name, shard in shards.items() if shard.dim() == 1 or name.endswith("_bias")}  # biases of experts
+        decayed = [shard for name, shard in shards.items() if name not in of_vectors]
+        others = [shard for name, shard in shards.items() if name in of_vectors]
         kinds = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
         held = [kind for kind in kinds if kind["params"]]
         self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=config.betas, eps=config.eps)

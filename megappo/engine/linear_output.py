@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megappo.engine.losses import FusedLoss, LogitsDtype, LogprobQuery
+from megappo.ops.linear_ids import linear_logprobs_at
 from megappo.ops.linear_logprob import LinearOptions, has_main_grad, linear_logprob
 from megappo.ops.linear_loss import TokenLoss, linear_token_loss
 from megappo.parallel.context import ContextShard
@@ -28,6 +29,7 @@ class LinearOutput:
     context: ContextShard | None = None  # this rank's part of the T tokens; None: all
     widest: int | None = None  # rows of the largest shard; None: all are as large as this one
     logit_scale: float = 1.0  # factor of the products
+    first_feature: int | None = None  # ids from here on are features of images, whose log-prob is 0; None: there are none
 
     @property
     def fused_loss(self) -> FusedLoss | None:
@@ -37,6 +39,11 @@ class LinearOutput:
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
         logprob, entropy = linear_logprob(*self._arguments(query))
         return self.all_tokens(logprob), None if entropy is None else self.all_tokens(entropy)
+
+    def logprobs_at(self, ids: Tensor) -> Tensor:
+        query = LogprobQuery(ids[:, 0], temperature=1.0, want_entropy=False)
+        hidden, weight, _, group, options = self._arguments(query)
+        return self.all_tokens(linear_logprobs_at(hidden, weight, self.own_tokens(ids), group, options))
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
         """See `LanguageOutput`; V is the padded vocabulary. Collective over both groups."""
@@ -65,7 +72,10 @@ class LinearOutput:
             kept=None if query.kept is None else self.own_tokens(query.kept),
             into_main_grad=has_main_grad(self.weight),
         )
-        return self.hidden, self.weight, self.own_tokens(query.target), self.group, options
+        target = query.target
+        if self.first_feature is not None:
+            target = target.masked_fill(target >= self.first_feature, options.ignore_index)
+        return self.hidden, self.weight, self.own_tokens(target), self.group, options
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Take this context-parallel rank's tokens: [T, ...] -> [T / cp, ...]."""

@@ -52,6 +52,10 @@ class LanguageOutput(Protocol):
         """Return (log-probs [T] fp32 of the targets, entropies [T] fp32 or None), differentiable; 0 in rows without a target."""
         ...
 
+    def logprobs_at(self, ids: Tensor) -> Tensor:
+        """Return the log-probs [T, K] fp32 of ids [T, K] int64 in each row, at temperature 1; differentiable."""
+        ...
+
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
         """Return logits [R, V] fp32 of a few rows (int64 [R]); -inf beyond the vocabulary. Without gradient."""
         ...

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import RouterSummary
+from megappo.engine.base import RouterSummary, StepResult
 from megappo.engine.losses import LossFunction, LossOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
@@ -23,9 +23,11 @@ from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.hf_export import export_pretrained
+from megappo.models.kv_copies import sum_copies
 from megappo.models.lora import Weights
+from megappo.models.lora_experts import sum_gradients_of_copies
 from megappo.models.lora_linear import ModelAdapters, merged_parameters
-from megappo.models.moe import share_router_state
+from megappo.models.moe import correct, share_router_state
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import piece_map
 from megappo.parallel.groups import ProcessGroups
@@ -35,6 +37,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role. `optimizer` is None for a frozen role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. adapters: of the chunks, if they have some.
+    balance: router_aux_coef and router_bias_rate of the role's section.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         settings: EngineSettings,
         *,
         optimizer: Optimizer | None = None,
-        router_aux_coef: float = 0.0,
+        balance: tuple[float, float] = (0.0, 0.0),
         adapters: ModelAdapters | None = None,
     ) -> None:
         super().__init__(name, groups, settings, optimizer)
@@ -56,8 +59,10 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self.arch, self.value_head = self.chunks[0].arch, isinstance(self.chunks[0], CriticModel)
         self._config = self.chunks[0].config
         self._router_state = share_router_state(self.chunks)
-        self._router_aux_coef = router_aux_coef
-        self._config.finalize_model_grads_func = _sum_gradients
+        self._router_aux_coef, self._router_bias_rate = balance
+        self._router_load: Tensor | float = 0.0  # [layers, experts] tokens since the gradients were cleared
+        copies = self.arch.kv_copies(groups.layout.tp)
+        self._config.finalize_model_grads_func = partial(_sum_gradients, groups, copies)
         self._gradients_freed = False
         self._adapters = adapters
 
@@ -152,6 +157,11 @@ class MegatronEngine(RoleEngine[Optimizer]):
     def _output_projection(self) -> tuple[Tensor, float]:
         return cast(PolicyModel, self.chunks[-1]).output_weight(), 1.0
 
+    @property
+    def _replayed(self) -> Tensor:
+        assert self._router_state is not None
+        return self._router_state.replayed
+
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
         """Sum the load of the routers of all ranks in this pass; None for a dense model. Collective over the role."""
         if (state := self._router_state) is None:
@@ -159,6 +169,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         combined = torch.cat([state.tokens, state.loss[:, None]], dim=1)
         dist.all_reduce(combined, group=self.groups.everyone)
         tokens, loss = combined[:, :-1], combined[:, -1]
+        self._router_load = self._router_load + tokens
         return RouterSummary(tokens.cpu(), float(loss.sum()) / max(1, num_sequences))
 
     # ------------------------------------------------------------------------------------------------------- optimizer
@@ -166,7 +177,14 @@ class MegatronEngine(RoleEngine[Optimizer]):
     def optimizer_zero_grad(self) -> None:
         for chunk in self._with_gradients:
             chunk.zero_grad_buffer()
+        self._router_load = 0.0
         self._trained().zero_grad()
+
+    def optimizer_step(self) -> StepResult:
+        result = super().optimizer_step()
+        if result.applied and self._router_bias_rate and isinstance(self._router_load, Tensor):
+            correct(self.named_parameters(), self._router_load, self._router_bias_rate, self._frozen)
+        return result
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
@@ -182,6 +200,12 @@ class MegatronEngine(RoleEngine[Optimizer]):
             self._optimizer.reload_main_parameters()
 
 
-def _sum_gradients(model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False) -> None:
-    """Run Megatron's reduction over dp, sequence-parallel and tied-embedding copies, without its division by the token count."""
+def _sum_gradients(
+    groups: ProcessGroups, copies: int, model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False
+) -> None:
+    """Run Megatron's reduction over dp, sequence-parallel and tied-embedding copies, without its division by the token count, and
+    one over the copies of KV heads."""
+    sum_gradients_of_copies(model, groups)
     finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    for chunk in model if copies > 1 else ():
+        sum_copies(chunk.parameters(), copies, pg_collection.tp)

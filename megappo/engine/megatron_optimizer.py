@@ -21,6 +21,7 @@ from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import (
     OptimizerState,
     common_step,
+    counted_parts,
     create_moments,
     gathered_main_parameters,
     held_state,
@@ -96,6 +97,7 @@ class Optimizer:
         # Allocated now: vLLM starts before the first step and takes all memory that it finds free.
         for inner in self._chained():
             create_moments(inner.optimizer)
+            _count_copies_once(inner)
         self._clip_grad = config.clip_grad
         self._scheduler = schedule_of(self._optimizer, config, total_steps)
 
@@ -160,3 +162,21 @@ class Optimizer:
 
     def _chained(self) -> list[MegatronOptimizer]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+
+def _count_copies_once(optimizer: MegatronOptimizer) -> None:
+    """Leave out of the gradient norm the copies that another tp rank counts."""
+    # Megatron counts a parameter that tp cuts as a whole.
+    partly = [(main, found) for main, found in counted_parts(optimizer) if found is not None]
+    # Its name in 0.19, where it takes a group of parameters with a norm of its own, and before.
+    names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
+    name = next(name for name in names if hasattr(optimizer, name))
+    every = getattr(optimizer, name)
+
+    def counted(*group: str | None) -> list[Tensor]:
+        grads = [(main.grad, count) for main, count in partly]
+        parts = {id(grad): count for grad, count in grads}
+        return [grad.view(-1)[: parts.get(id(grad), grad.numel())] for grad in every(*group) if parts.get(id(grad)) != 0]
+
+    if partly:
+        setattr(optimizer, name, counted)

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from megappo.engine.state_boxes import MAIN, MOMENTS
+from megappo.models.kv_copies import counted_elements
 
 
 class OptimizerState(NamedTuple):
@@ -33,9 +34,22 @@ def held_state(optimizer: MegatronOptimizer) -> Iterator[OptimizerState]:
     """Yield the state on this rank: all of a parameter's, or flat parts under the distributed optimizer."""
     is_distributed = isinstance(optimizer, DistributedOptimizer)
     for parameter, main in _pairs(optimizer):
-        start = optimizer._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
+        start = _start(optimizer, parameter)
         for kind, values in _local_values(optimizer, parameter, main).items():
             yield OptimizerState(kind, parameter, start, values.detach().view(-1), is_distributed)
+
+
+def counted_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, int | None]]:
+    """Yield (tensor that this rank updates, number of its first elements that its gradient norm counts, None for all)."""
+    for parameter, main in _pairs(optimizer):
+        count = counted_elements(parameter)
+        yield main, None if count is None else min(max(0, count - _start(optimizer, parameter)), main.numel())
+
+
+def _start(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
+    """First element of a flattened parameter that this rank updates."""
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
+    return optimizer._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:

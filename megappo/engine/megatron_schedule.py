@@ -75,7 +75,8 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro = next(iterator)
-        return model(micro.batch.tokens, micro.batch.host_offsets, micro.context, micro.real), partial(compute_loss, micro)
+        inputs = micro.batch.tokens, micro.batch.host_offsets, micro.context, micro.real, micro.routes
+        return model(*inputs), partial(compute_loss, micro)
 
     common: dict[str, Any] = dict(
         forward_step_func=forward_step,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, moved, padded_lengths
+from megappo.data.packing import ROUTES, PackedBatch, moved, padded_lengths
 from megappo.engine.losses import LossOutput
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
@@ -84,6 +85,12 @@ class MicroBatch:
     batch: PackedBatch  # padded as the layout needs
     real: Tensor  # [tokens of its sequences] int64, their positions in `batch`
     context: ContextShard | None  # this rank's tokens under context parallel
+
+    @cached_property
+    def routes(self) -> Tensor | None:
+        """[T, sparse layers x top_k] int16, as in `PackedSequences`; None if the sampler's choice of no token is known."""
+        routes = self.batch.ragged_fields.get(ROUTES)
+        return None if routes is None or not routes.width else routes.padded()
 
     @classmethod
     def of(cls, sequences: PackedBatch, groups: ProcessGroups) -> MicroBatch:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import Offload
-from megappo.data.packing import PackedBatch
+from megappo.data.images import IMAGE_BASE
+from megappo.data.packing import ROUTES, PackedBatch, Ragged, route_dtype
 from megappo.engine.base import Engine, PassResult, RouterSummary, StepResult
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
@@ -24,12 +25,12 @@ from megappo.engine.offload import StorageOffload
 from megappo.engine.state_boxes import WEIGHT, Held, boxes_to_load, boxes_to_save, key_of, require_same_tensors
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.pieces import PieceMap, Section, sizes_of
-from megappo.models.weight_map import VALUE_HEAD
+from megappo.models.weight_map import VALUE_HEAD, constants
 from megappo.parallel.consensus import gathered, told_by
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import Placement
-from megappo.parallel.shares import plan_micro_batches, shares_of, split_by_budget
+from megappo.parallel.shares import Units, plan_micro_batches, shares_of, split_by_budget
 from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.messages import name_ranks
 
@@ -202,24 +203,61 @@ class RoleEngine(Engine, Generic[OptimizerT]):
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
+        together: Sequence[int] = (),
     ) -> PassResult:
         self._passes += 1
         kind = "a forward pass" if forward_only else "forward and backward"
-        lengths, groups = share.lengths.tolist(), self.groups
+        groups, units = self.groups, Units.of(share.lengths, together)
+        lengths = units.lengths
         needed = split_by_budget(lengths, self._micro_batch_tokens)
         # A rank that runs another pass than its peers, or fewer micro-batches, would hang or abort inside it, without a name.
         agreed = groups.agree(f"{kind} of the {self.name}", self._passes, share.lengths, needed)
         # The interleaved schedule passes micro-batches through the stages in groups of pp, so the number is rounded up.
         multiple = groups.layout.pp if groups.layout.vpp > 1 else 1
-        mine = plan_micro_batches(lengths, self._micro_batch_tokens, -(-agreed.micro_batches // multiple) * multiple)
+        mine = units.sequences(
+            plan_micro_batches(lengths, self._micro_batch_tokens, -(-agreed.micro_batches // multiple) * multiple)
+        )
         read = share.only(reads if groups.is_last_stage else ())  # only the last stage computes the loss
+        routes = self._routes_of(share) if ROUTES in reads and self.arch.moe is not None else None
+        if routes is not None:
+            read = read.with_fields(ragged_fields={ROUTES: routes})
         outputs: list[LossOutput] = []
         micro_batches = MicroBatches(read, mine, groups, self.device)
         router = self._run(micro_batches, loss_fn, denominator, outputs, agreed.sequences, forward_only=forward_only)
         names, reports = self._agree_on_names(outputs), groups.is_reporter
         sums, maxima = combined_metrics(outputs, names, groups.everyone, self.device, reports=reports)
+        if routes is not None:
+            replayed = self._replayed.clone()
+            dist.all_reduce(replayed, group=groups.everyone)
+            sums |= dict(zip(("routes_sum", "rerouted_sum"), replayed.tolist()))
         tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
         return PassResult(tokens, sums, maxima, len(mine), router)
+
+    def _routes_of(self, share: PackedBatch) -> Ragged | None:
+        """Return the sampler's choice of experts on every stage; the last one holds it. Collective over the stages."""
+        routes, groups = share.ragged_fields.get(ROUTES), self.groups
+        if groups.layout.pp == 1:
+            return routes
+        at, moe = groups.coordinates, self.arch.moe
+        assert moe is not None
+        last = groups.world_rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=groups.layout.pp - 1)
+        size = torch.tensor(-1 if routes is None else routes.ids.numel(), device=self.device)
+        dist.broadcast(size, last, group=groups.pp)
+        if int(size) < 0:
+            return None
+        if routes is None:
+            ids = torch.empty(int(size), dtype=route_dtype(moe.num_experts), device=self.device)
+            counts = torch.empty(share.num_tokens, dtype=torch.int32, device=self.device)
+        else:
+            ids, counts = routes.ids.to(self.device), routes.counts.to(self.device)
+        for part in (ids.view(torch.uint8), counts):
+            dist.broadcast(part, last, group=groups.pp)
+        return Ragged(ids, counts.cpu()) if routes is None else routes
+
+    @property
+    @abstractmethod
+    def _replayed(self) -> Tensor:
+        """[2] fp64, replayed choices of this rank's last pass and those unlike the routers' own (`models.moe.Replay`)."""
 
     @abstractmethod
     def _run(
@@ -255,6 +293,7 @@ class RoleEngine(Engine, Generic[OptimizerT]):
             context=context,
             widest=padded_vocab(self.arch, layout.tp) // layout.tp,
             logit_scale=logit_scale,
+            first_feature=None if self.arch.vision is None else IMAGE_BASE,
         )
 
     @abstractmethod
@@ -317,10 +356,13 @@ class RoleEngine(Engine, Generic[OptimizerT]):
 
     def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
         with_optimizer &= self._optimizer is not None
-        wanted = {name: shape for name, shape in sizes_of(self._saved_pieces).items() if name not in self._unsaved}
-        require_same_tensors(wanted, stored, self._frozen, with_optimizer=with_optimizer, with_head=with_head)
+        still = constants(self.arch)
+        unsaved = still - stored.keys()  # by a version that took them from the model's source
+        wanted = {name: shape for name, shape in sizes_of(self._saved_pieces).items() if name not in unsaved}
+        require_same_tensors(wanted, stored, self._frozen | still, with_optimizer=with_optimizer, with_head=with_head)
         self.to("device")
-        held, own = self._held(with_optimizer=with_optimizer), self._saved_pieces[self.groups.position]
+        held = self._held(with_optimizer=with_optimizer)
+        own = [piece for piece in self._saved_pieces[self.groups.position] if piece.hf not in unsaved]
         return list(boxes_to_load(held, own, stored, with_optimizer=with_optimizer, with_head=with_head))
 
     def boxes_loaded(self, position: Mapping[str, int]) -> None:
@@ -340,11 +382,6 @@ class RoleEngine(Engine, Generic[OptimizerT]):
         heads = tuple(held for held in whole.templates[whole.sections[0].template] if held.piece.hf == VALUE_HEAD)
         sections = (*adapters.sections, Section("", "", len(adapters.templates), 0))
         return PieceMap(len(whole), (*adapters.templates, heads), sections)
-
-    @cached_property
-    def _unsaved(self) -> frozenset[str]:
-        # Constants come from the model's own source.
-        return frozenset(part.hf for one in self.arch.own if one.constant for part in one.parts)
 
     @abstractmethod
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:

@@ -126,7 +126,7 @@ def _own_pieces(
 def _part(piece: Piece, layout: ParallelLayout, position: int) -> tuple[int, ...]:
     # Data-parallel copies share these coordinates.
     at = layout.coordinates(position)
-    return (at.pp, at.ep, at.etp) if "experts.local_experts." in piece.local else (at.pp, at.tp)
+    return (at.pp, at.ep, at.etp) if ".experts." in piece.local else (at.pp, at.tp)
 
 
 def _share(boxes: Sequence[StateBox], number: int, index: int) -> Iterator[StateBox]:

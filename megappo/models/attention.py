@@ -21,11 +21,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad as pad_channels
 from torch.nn.functional import scaled_dot_product_attention
 
 from megappo.data.packing import moved
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, Rope
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
+from megappo.models.vision import table_of_axes
 from megappo.parallel.context import ContextShard
 
 VARLEN_SETTINGS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -101,12 +103,18 @@ class PackedSequences(PackedSeqParams):
 
     cos: Tensor | None = None
     sin: Tensor | None = None
-    """[T, 1, head_dim] like `cos`, in the dtype of the activations."""
+    """[T, 1, channels that are rotated] like `cos`, in the dtype of the activations."""
     query_scale: Tensor | None = None
     """[T, 1, 1]; None if queries are not scaled."""
+    sliding: tuple[Tensor, Tensor] | None = None
+    """cos and sin of the layers with a window; None: those of the others."""
+    late: Sequence[Tensor] = ()
+    """Features of images that layers add to their outputs, from the first layer on: [T, 1, H] of this rank's tokens each."""
     context: ContextShard | None = None
     real: Tensor | None = None
     """[real tokens] int64 positions of the tokens that are not padding, for the router of experts; None if all are real."""
+    routes: Tensor | None = None
+    """[T, sparse layers x top_k] int16 experts of this rank's tokens, in place of the routers' choice; NO_ID: their own."""
     own_sequences: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """Result of `moe.local_sequences`, set by the first router."""
     offsets: Tensor | None = None
@@ -121,26 +129,40 @@ class PackedSequences(PackedSeqParams):
             self._grouping = Grouping(grouping.groups, moved(grouping.padded, device), moved(grouping.packed, device))
         return self._grouping
 
-    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply positions to query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
+    def rotate(self, query: Tensor, key: Tensor, *, slides: bool) -> tuple[Tensor, Tensor]:
+        """Apply positions to query and key [T, heads, head_dim] (this rank's tokens under context parallel).
+        slides: the layer has a window."""
         assert self.cos is not None and self.sin is not None
-        query, key = rotate(query, self.cos, self.sin), rotate(key, self.cos, self.sin)
+        cos, sin = self.sliding if slides and self.sliding is not None else (self.cos, self.sin)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return (query if self.query_scale is None else query * self.query_scale), key
 
 
 def packed_sequences(
-    arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: ContextShard | None = None
+    arch: ModelArch,
+    cu_seqlens: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    context: ContextShard | None = None,
+    axes: Tensor | None = None,
 ) -> PackedSequences:
     """Build `PackedSequences` of a micro-batch with cu_seqlens [B+1] (int32, on the host or the device).
-    context: this rank's part of it under context parallel."""
+    context: this rank's part of it under context parallel. axes: [3, T] positions of a vision-language model."""
     ends = cu_seqlens.long()
     lengths = ends.diff()
     positions = torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(lengths)
     positions = moved(positions, device)
     if context is not None:
         positions = context.take(positions)
-    inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
-    cos, sin = rotary_table(positions, inv_freq, factor, dtype)
+
+    def table(rope: Rope) -> tuple[Tensor, Tensor]:
+        return rotary_table(positions, *inverse_frequencies(rope, rope.channels or arch.head_dim), dtype)
+
+    if axes is None:
+        cos, sin = table(arch.rope)
+    else:
+        assert arch.vision is not None, "positions of images, and a model that reads text alone"
+        cos, sin = table_of_axes(moved(axes, device), context, arch, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
     offsets, cu_seqlens = cu_seqlens, moved(cu_seqlens.to(torch.int32), device)
     # TransformerEngine's ring needs the padded offsets; the same tensor means no padding between the sequences.
@@ -157,6 +179,7 @@ def packed_sequences(
         offsets=offsets,
         cos=cos,
         sin=sin,
+        sliding=None if arch.sliding_rope is None else table(arch.sliding_rope),
         query_scale=None if arch.rope.llama4_beta is None else query_scale(positions, arch.rope, dtype),
     )
 
@@ -294,12 +317,14 @@ class PackedAttention(torch.nn.Module):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        rotated: bool = False,
     ) -> None:
+        """rotated: queries and keys come with their positions."""
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         assert config.kv_channels is not None and config.attention_dropout == 0.0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.window = _window(config, layer_number)
+        self.window, self.rotated = _window(config, layer_number), rotated
 
     def forward(
         self,
@@ -312,18 +337,24 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * dim]; T / cp tokens under context parallel."""
+        """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * value's dim]; T / cp of them under cp."""
         assert attention_mask is None and attention_bias is None
         assert isinstance(packed_seq_params, PackedSequences), "the model's own forward builds PackedSequences"
         packed, context = packed_seq_params, packed_seq_params.context
-        query, key = packed.rotate(query, key)
+        if not self.rotated:
+            query, key = packed.rotate(query, key, slides=self.window is not None)
+        if (value_dim := value.size(-1)) < key.size(-1):  # latent attention; kernels and the exchange want one width
+            value = pad_channels(value, (0, key.size(-1) - value_dim))
         if context is not None:
             query, key, value = whole_sequences(query, key, value, context)
+        out = self.attend(query, key, value, packed)
+        return (out if context is None else context.tokens_from_heads(out))[..., :value_dim].flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Attend whole sequences with this rank's heads: query [T, heads, dim], key, value [T, KV heads, dim] -> as query."""
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = varlen_attention(query, key, value, packed, self.scale, self.window)
-        else:
-            out = grouped_attention(query, key, value, packed.grouping(), self.scale, self.window)
-        return (out if context is None else context.tokens_from_heads(out)).flatten(1)
+            return varlen_attention(query, key, value, packed, self.scale, self.window)
+        return grouped_attention(query, key, value, packed.grouping(), self.scale, self.window)
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -345,12 +376,13 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
         def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
             # TransformerEngine's ring over cp has no windows, and its all-to-all needs cp KV heads on every tp rank and a recent
             # version for packed sequences: layers with a window exchange tokens for heads as `PackedAttention` does.
-            self.exchanges_heads = config.context_parallel_size > 1 and _window(config, layer_number) is not None
+            self.slides = _window(config, layer_number) is not None
+            self.exchanges_heads = config.context_parallel_size > 1 and self.slides
             super().__init__(_one_cp_rank(config) if self.exchanges_heads else config, layer_number, *args, **kwargs)
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             packed = kwargs["packed_seq_params"]
-            query, key = packed.rotate(query, key)
+            query, key = packed.rotate(query, key, slides=self.slides)
             if not self.exchanges_heads or packed.context is None:
                 return super().forward(query, key, value, *args, **kwargs)
             query, key, value = (x.contiguous() for x in whole_sequences(query, key, value, packed.context))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,13 +29,19 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
-from megappo.models.arch import ModelArch, check_cp, check_tp
+from megappo.models.arch import Kind, ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
+from megappo.models.delta import DeltaNet, DeltaSubmodules
+from megappo.models.gated_attention import GatedAttention
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.implementation import Implementation
 from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear
+from megappo.models.kv_copies import mark_kv_copies
+from megappo.models.latent import LatentAttention, LatentSubmodules
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
+from megappo.models.plain_attention import SinkAttention
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 
@@ -76,6 +83,7 @@ def freeze_chunks(chunks: Sequence[PackedModel], is_frozen: Callable[[str], bool
 
 
 Recompute = Literal["none", "selective", "full"]
+_ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
 
 def build_model(
@@ -110,6 +118,7 @@ def build_model(
         ]
     for chunk in chunks:
         _mark_sharded(chunk)
+        mark_kv_copies(chunk, arch, groups.layout.tp, groups.coordinates.tp)
         mark_experts(chunk)
     return chunks
 
@@ -162,17 +171,22 @@ def transformer_config(
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }[recompute]
-    return TransformerConfig(
+    fused_gelu = arch.activation == "gelu_pytorch_tanh" and fusions.get("bias_activation_fusion", False)
+    config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
+        num_query_groups=arch.as_held(layout.tp).num_kv_heads,
         kv_channels=arch.head_dim,  # not hidden_size / num_heads in every family
         ffn_hidden_size=arch.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        # Fused, Megatron takes gelu for its approximation by tanh, which it computes in one kernel.
+        activation_func=gelu if fused_gelu else _ACTIVATIONS[arch.activation],
+        softmax_scale=arch.softmax_scale,
+        attention_output_gate=arch.output_gate,
+        layernorm_zero_centered_gamma=arch.centred_norms,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
@@ -210,6 +224,9 @@ def transformer_config(
         persist_layer_norm=False,
         **recomputation,
     )
+    # On attention's output and the router. Set late: Megatron's own experts have no biases under etp, and refuse them here.
+    config.add_bias_linear = arch.output_bias
+    return config
 
 
 def _block(
@@ -227,20 +244,39 @@ def _block(
         column, row = ColumnParallelLinear, RowParallelLinear
         if in_8_bits:
             column, row = Int8ColumnParallelLinear, Int8RowParallelLinear
+    if arch.keeps_scores:
+        attention = SinkAttention  # no kernel of TransformerEngine's either keeps packed sequences, windows and sinks
     head_norm = norm if config.qk_layernorm else IdentityOp
 
-    def layer(module: type[TransformerLayer], mlp: ModuleSpec) -> ModuleSpec:
+    if arch.latent is not None:
+        attends = ModuleSpec(
+            module=LatentAttention,
+            params={"latent": arch.latent, "scale": arch.softmax_scale},
+            submodules=LatentSubmodules(column, row, norm),  # pyright: ignore[reportArgumentType]
+        )
+    else:
+        attends = ModuleSpec(
+            module=GatedAttention if arch.output_gate else SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=column, core_attention=attention, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+            ),
+        )
+
+    passes: Any = DeltaSubmodules(column, row)
+    delta_net = ModuleSpec(module=DeltaNet, params={"delta": arch.delta}, submodules=passes)
+
+    def layer(kind: Kind) -> ModuleSpec:
+        if kind.sparse:
+            mlp = moe_submodule(arch, implementation)
+        else:
+            mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
         return ModuleSpec(
-            module=module,
+            module=SparseLayer if kind.sparse else SandwichLayer if arch.sandwich else TransformerLayer,
+            params={"norm": norm} if arch.sandwich else {},
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
-                self_attention=ModuleSpec(
-                    module=SelfAttention,
-                    params={"attn_mask_type": AttnMaskType.causal},
-                    submodules=SelfAttentionSubmodules(
-                        linear_qkv=column, core_attention=attention, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
-                    ),
-                ),
+                self_attention=delta_net if kind.delta else attends,
                 self_attn_bda=bias_dropout_add,
                 pre_mlp_layernorm=norm,
                 mlp=mlp,
@@ -248,34 +284,55 @@ def _block(
             ),
         )
 
-    dense = layer(TransformerLayer, ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)))
-    sparse = layer(SparseLayer, moe_submodule(implementation))
-    return TransformerBlockSubmodules(
-        layer_specs=[sparse if arch.is_sparse(number) else dense for number in layers], layer_norm=norm
-    )
+    kinds = {kind: layer(kind) for kind in {arch.kind(number) for number in layers}}
+    return TransformerBlockSubmodules(layer_specs=[kinds[arch.kind(number)] for number in layers], layer_norm=norm)
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm of the local spec: y = x / rms(x) * weight over the last dimension. weight: [hidden_size], `config.params_dtype`."""
+    """RMSNorm of the local spec: y = x / rms(x) * weight over the last dimension. weight: [hidden_size], `config.params_dtype`;
+    a distance from 1 with `config.layernorm_zero_centered_gamma`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.eps = eps
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         # finalize_model_grads sums the partial gradients of marked weights over the tp group; the torch.nn.RMSNorm that Megatron
         # wraps is not marked, so they would stay partial.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = torch.nn.functional.rms_norm(x.float(), (x.size(-1),), eps=self.eps)
-        # Rounded before it is scaled, as in transformers and vLLM.
+        # Rounded as in transformers and vLLM: weights around 0 scale in fp32, others what is rounded.
+        if self.centred:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return normed.to(x.dtype) * self.weight
 
 
+class SandwichLayer(TransformerLayer):
+    """A layer that norms the outputs of attention and MLP before it adds them to the residual (Gemma 2 and 3)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        of_output = partial(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = of_output(), of_output()
+        # Megatron asks for a function at each pass, and calls it without dropout.
+        self.self_attn_bda = lambda *_: partial(_add_normed, self.post_self_attn_layernorm)
+        self.mlp_bda = lambda *_: partial(_add_normed, self.post_mlp_layernorm)
+        # Megatron's would record the norms in passes without gradients too, and the residual keep them of all layers.
+        self.bias_dropout_add_exec_handler = nullcontext
+
+
+def _add_normed(norm: torch.nn.Module, output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+    assert dropout == 0.0 and output[1] is None
+    return residual + norm(output[0])
+
+
 def _mark_sharded(model: PackedModel) -> None:
-    # The gradient norm needs these marks. Megatron sets them while it initialises weights, which we turn off.
+    # The gradient norm needs these marks. Megatron-core before 0.19 sets them while it initialises weights, which we turn off.
     for module in model.modules():
+        if hasattr(getattr(module, "weight", None), "tensor_model_parallel"):
+            continue  # it may be marked once
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
         elif isinstance(module, RowParallelLinear):

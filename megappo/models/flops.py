@@ -6,6 +6,7 @@ as Megatron-LM counts since 2025. Padding, embeddings, norms, softmax and the op
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -13,12 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megappo.models.arch import ModelArch
+from megappo.models.arch import Kind, ModelArch
 
 Recompute = Literal["none", "selective", "full"]
 MULTIPLY_ADD = 2
 BACKWARD = 2  # a backward pass has two products for each of the forward's: gradients of the input and of the weight
-SCORES_AND_VALUES = 2  # products of attention per key and channel of a head: with the keys, and with the values
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ForwardFlops:
     """FLOPs of one forward pass over a batch, whole model."""
 
     layers: int  # products with the layers' weights
-    attention: int  # products with keys and values
+    attention: int  # products with keys and values, and of delta nets
     head: int  # output projection or value head
 
     @property
@@ -40,7 +40,7 @@ class ForwardFlops:
 
     @property
     def training_frozen(self) -> int:
-        """`training` of a model whose weights have no gradients. Adapters, a percent at most, are not counted."""
+        """`training` of a model whose weights have no gradients. Adapters, a percent or three, are not counted."""
         return self.training - self.layers - self.head
 
     def recomputed(self, recompute: Recompute) -> int:
@@ -48,20 +48,50 @@ class ForwardFlops:
         return {"none": 0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
 
 
-def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
-    """Parameters of a layer: (matrices of attention and router, those of the MLP that one token uses)."""
-    heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
-    attention = h * (heads + 2 * kv_heads) + heads * h
-    if not sparse:
+def layer_weights(arch: ModelArch, kind: Kind) -> tuple[int, int]:
+    """Parameters of a layer: (matrices of attention or a delta net, router and shared experts, those of the MLP or the experts of
+    one token)."""
+    h, attention = arch.hidden_size, sum(rows * columns for rows, columns, _ in attention_matrices(arch, kind))
+    if kind.delta:
+        assert arch.delta is not None
+        attention += arch.delta.width * (2 * arch.delta.keys + arch.delta.values)  # of the convolution
+    if not kind.sparse:
         return attention, 3 * h * arch.ffn_size  # gate, up and down
-    assert arch.moe is not None
-    return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
+    moe = arch.moe
+    assert moe is not None
+    return attention + h * (moe.num_experts + 3 * moe.shared_size + moe.shared_gate), 3 * h * moe.ffn_size * moe.top_k
+
+
+def attention_matrices(arch: ModelArch, kind: Kind) -> list[tuple[int, int, bool]]:
+    """(outputs, inputs, tp cuts it) of the matrices of attention or of a delta net; of those that are fused, of their whole."""
+    heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
+    if kind.delta:
+        assert arch.delta is not None
+        rows = 2 * (arch.delta.keys + arch.delta.values + arch.delta.value_heads)
+        return [(rows, h, True), (h, arch.delta.values, True)]
+    if arch.latent is None:
+        return [(arch.num_heads * arch.query_rows + 2 * kv_heads, h, True), (h, heads, True)]
+    q_rank, kv_rank, nope, rope, value = arch.latent
+    queries = arch.num_heads * (nope + rope)
+    of_queries = [(queries, h, True)] if q_rank is None else [(q_rank, h, False), (queries, q_rank, True)]
+    return [*of_queries, (kv_rank + rope, h, False), (arch.num_heads * (nope + value), kv_rank, True), (h, heads, True)]
+
+
+def attention_channels(arch: ModelArch) -> int:
+    """Channels of all heads that a token multiplies for each key that it sees: with the key, and with the value."""
+    return arch.num_heads * (arch.key_dim + arch.head_dim)
+
+
+def delta_products(arch: ModelArch) -> int:
+    """Multiply-adds of a token with the states of a gated delta net, as its recurrence has them: every head's is read with the key,
+    written, and read with the query. Chunks take other products."""
+    assert arch.delta is not None
+    return 3 * arch.delta.values * arch.delta.key_dim
 
 
 def _family_weights(arch: ModelArch) -> int:
-    num_sparse = sum(arch.is_sparse(layer) for layer in range(arch.num_layers))
-    weights = num_sparse * sum(layer_weights(arch, True)) if num_sparse else 0
-    return weights + (arch.num_layers - num_sparse) * sum(layer_weights(arch, False))
+    kinds = Counter(arch.kind(layer) for layer in range(arch.num_layers))
+    return sum(count * sum(layer_weights(arch, kind)) for kind, count in kinds.items())
 
 
 def _own_weights(arch: ModelArch) -> int:
@@ -88,6 +118,11 @@ def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
+def attention_products(arch: ModelArch, layer: int, length: float) -> float:
+    """Multiply-adds of a token in a layer's attention or delta net beside its projections, on average over a sequence."""
+    return delta_products(arch) if arch.kind(layer).delta else attention_channels(arch) * keys_seen(arch, layer, length)
+
+
 def forward_flops(
     arch: ModelArch, lengths: Tensor, *, value_head: bool, head_rows: int | None = None, causal: bool = True
 ) -> ForwardFlops:
@@ -96,12 +131,15 @@ def forward_flops(
     causal=False: attention over whole squares, as `torch.utils.flop_counter` and Megatron-LM before 2025 count."""
     tokens = int(lengths.sum())
     weights = _own_weights(arch) if arch.own else _family_weights(arch)
-    windows = [window_of(arch, layer) for layer in range(arch.num_layers)]
+    kinds = [arch.kind(layer) for layer in range(arch.num_layers)]
+    windows = [window_of(arch, layer) for layer, kind in enumerate(kinds) if not kind.delta]
+    num_deltas = arch.num_layers - len(windows)
+    of_deltas = num_deltas * tokens * delta_products(arch) if num_deltas else 0
     keys = sum(windows.count(window) * _pairs(lengths, window, causal) for window in set(windows))
     columns = arch.head_rows if value_head else arch.vocab_size
     return ForwardFlops(
         layers=MULTIPLY_ADD * weights * tokens,
-        attention=MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim * keys,
+        attention=MULTIPLY_ADD * (attention_channels(arch) * keys + of_deltas),
         head=MULTIPLY_ADD * arch.hidden_size * columns * (tokens if head_rows is None else head_rows),
     )
 

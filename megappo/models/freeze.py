@@ -15,6 +15,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.row_shards import own_parameters, shard_piece_map
 from megappo.models.weight_map import (
     VALUE_HEAD,
+    constants,
     expert_rules,
     hf_layer,
     hf_tensors,
@@ -27,6 +28,7 @@ from megappo.parallel.layout import ParallelLayout
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_BEFORE_LAYERS = re.compile(r"embed_tokens|^visual\.")
 
 
 def frozen_of(section: RoleConfig, arch: ModelArch, *, value_head: bool) -> frozenset[str]:
@@ -45,7 +47,7 @@ def frozen_tensors(
     (a range counts over the whole model, both ends included). ValueError, one line, for one that matches nothing, a range beyond
     the last layer, the value head, every tensor, or a part of what the engine holds as one parameter.
     """
-    names = list(hf_tensors(arch, value_head))
+    names = hf_tensors(arch, value_head).keys()
     found: set[str] = set()
     for pattern in patterns:
         matched = [name for name in names if _matches(pattern, name)]
@@ -55,7 +57,7 @@ def frozen_tensors(
         if VALUE_HEAD in matched:
             raise ValueError(f"{pattern} names the value head, which always trains; leave it out")
         found.update(matched)
-    if found and found.issuperset(names):
+    if found and found.issuperset(names - constants(arch)):
         raise ValueError("freezes every weight, so nothing would train; leave some out")
     for group in _parameters(arch, engine, value_head):
         if 0 < len(mine := found & set(group)) < len(group):
@@ -128,14 +130,14 @@ def frozen_whole(arch: ModelArch, frozen: frozenset[str], *, value_head: bool) -
 
 def check_frozen_stages(arch: ModelArch, layout: ParallelLayout, frozen: frozenset[str], *, value_head: bool) -> None:
     """Raise ValueError if a model chunk of a pipeline stage has nothing to train."""
-    trained = hf_tensors(arch, value_head).keys() - frozen
+    trained = hf_tensors(arch, value_head).keys() - frozen - constants(arch)
     outside = {name for name in trained if not _LAYER.search(name)}
     of_layers = {int(found[1]) for name in trained if (found := _LAYER.search(name))}
     for stage in range(layout.pp):
         for chunk in range(layout.vpp):
             layers = layout.chunk_layers(arch.num_layers, stage, chunk)
-            ends = {"embed_tokens": stage == chunk == 0, "": stage == layout.pp - 1 and chunk == layout.vpp - 1}
-            here = [name for name in outside if ends["embed_tokens" if "embed_tokens" in name else ""]]
+            is_first, is_last = stage == chunk == 0, stage == layout.pp - 1 and chunk == layout.vpp - 1
+            here = [name for name in outside if (is_first if _BEFORE_LAYERS.search(name) else is_last)]
             if not here and not of_layers.intersection(layers):
                 what = f"pipeline stage {stage}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
                 where = f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"

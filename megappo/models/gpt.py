@@ -7,19 +7,23 @@ fp32 value per token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from megappo.data.images import ImageStore
+from megappo.data.packing import moved
 from megappo.models.arch import ModelArch, padded_vocab
-from megappo.models.attention import packed_sequences
+from megappo.models.attention import PackedSequences, packed_sequences
+from megappo.models.vision import Deferred, Seen, features_of, positions_of, seen_in, tower_of
 from megappo.parallel.context import ContextShard
 
 
@@ -48,24 +52,95 @@ class PackedModel(GPTModel):
             position_embedding_type="none",  # positions enter in the core attention
             pg_collection=groups,
             vp_stage=vp_stage,
+            # Features of images come among the embeddings of all tokens.
+            scatter_embedding_sequence_parallel=arch.vision is None,
         )
         self.arch = arch
+        self.images: ImageStore | None = None
+        """Images that the tokens of a vision-language model name; None: they name none."""
+        if pre_process and arch.vision is not None:
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.visual = tower_of(arch.vision, config.params_dtype, device)
+            for number in range(arch.vision.deepstack):
+                self.decoder.layers[number].register_forward_hook(partial(_add_features, number), with_kwargs=True)
+        if pre_process and arch.embedding_scale != 1.0:
+            self.embedding.register_forward_hook(self._scaled)
+
+    def _scaled(self, _module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        """Scale embeddings, by the factor as transformers and vLLM round it."""
+        return output * torch.tensor(self.arch.embedding_scale, dtype=output.dtype)
 
     # Megatron's arguments are those of a padded batch.
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        context: ContextShard | None = None,
+        real: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Compute hidden states for the next stage, or the last stage's output, from tokens [T] int64 and cu_seqlens [B+1].
 
         context: this rank's part of the tokens under context parallel; every rank of the group passes all T. Inner shapes are [T /
         cp / tp, 1, H]: T must be a multiple of cp x tp under sequence parallel. real: [real tokens] int64 positions of the tokens
-        that are not padding (experts are balanced over these); None if all are real.
+        that are not padding (experts are balanced over these); None if all are real. routes: of all T, as in `PackedSequences`.
         """
-        packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
+        vision, axes, seen = self.arch.vision, None, None
+        if vision is not None:
+            on_host = tokens.cpu()
+            axes, seen = positions_of(on_host, cu_seqlens, self.images), seen_in(on_host, self.images)
+        packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context, axes)
         packed.real = real
+        if routes is not None:
+            routes = routes if context is None else context.take(routes)
+            tp: Any = self.tp_group if self.config.sequence_parallel else None
+            packed.routes = routes if tp is None else routes.chunk(tp.size())[tp.rank()]
+        start: Any = None  # Megatron's types leave out its default
+        if seen is not None and self.pre_process:
+            start = self._with_images(seen, tokens, context, packed)
         mine = tokens if context is None else context.take(tokens)
         absent: Any = None  # positions and the mask are in `packed`
-        return super().forward(input_ids=mine[None], position_ids=absent, attention_mask=absent, packed_seq_params=packed)
+        return super().forward(
+            input_ids=mine[None], position_ids=absent, attention_mask=absent, packed_seq_params=packed, decoder_input=start
+        )
+
+    def _with_images(self, seen: Seen, tokens: Tensor, context: ContextShard | None, packed: PackedSequences) -> Tensor:
+        """Embed the tokens, with the features of images in their places: [T / cp / tp, 1, H]. `packed` gets those of later layers.
+
+        Every tp and cp rank computes the features of all images, and each cp rank's tokens give them a part of their gradient.
+        """
+        assert self.arch.vision is not None
+        rows = moved(seen.rows, tokens.device)
+        words = tokens.masked_fill(rows >= 0, self.arch.vision.image_token)
+        if context is not None:
+            words, rows = context.take(words), context.take(rows)
+        embedded: Tensor = self.embedding(input_ids=words[None], position_ids=None)
+        if not seen.images:
+            return self._own_tokens(embedded)
+        assert self.images is not None
+        there, rows = (rows >= 0)[:, None, None], rows.clamp_min(0)
+        features = features_of(self.visual, self.images, seen.images, self.config.params_dtype)
+        first, *later = (one[rows][:, None].to(embedded.dtype) for one in features)
+        embedded = self._own_tokens(torch.where(there, first, embedded))
+        if not later:
+            return embedded
+        added = [self._own_tokens(torch.where(there, one, 0.0)) for one in later]
+        packed.late = [one.detach().requires_grad_(one.requires_grad) for one in added]
+        deferred = Deferred.apply(packed.late, embedded, *added)
+        assert isinstance(deferred, Tensor)
+        return deferred
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        # The backward gathers: each tp rank has the whole gradient of the embedding and of all features.
+        return scatter_to_sequence_parallel_region(x, group=self.tp_group) if self.config.sequence_parallel else x
+
+
+def _add_features(number: int, _layer: object, _inputs: object, inputs: Mapping[str, Any], output: Any) -> Any:
+    late: Sequence[Tensor] = inputs["packed_seq_params"].late
+    if not late:
+        return output
+    hidden, *others = output
+    return (hidden + late[number], *others)
 
 
 class PolicyModel(PackedModel):
@@ -99,9 +174,14 @@ class CriticModel(PackedModel):
             setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        context: ContextShard | None = None,
+        real: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
-        output = super().forward(tokens, cu_seqlens, context, real)
+        output = super().forward(tokens, cu_seqlens, context, real, routes)
         return context.gather(output) if self.post_process and context is not None else output
 
     # Megatron passes many arguments by name; only the hidden states are used.

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megappo.models.arch import ModelArch, MoeArch, Rope, positions_of
-from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
-from megappo.models.family import Family, Window
+from megappo.models.arch import ModelArch, Rope, positions_of
+from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
+from megappo.models.family import NotImplementedByFamilies, Values, Window
 from megappo.models.fp8 import read_fp8
+from megappo.models.vision_families import VISION_FAMILIES, language_config, read_vision
 from megappo.runtime.messages import parse_object
 
 
@@ -48,6 +49,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a config as a text-only config, without quantization_config."""
     # The weights that are trained, sampled from and exported are dequantised: quantization_config does not apply to them.
     architecture = _architecture(config)
+    if (vision := VISION_FAMILIES.get(architecture)) is not None:
+        text = {key: value for key, value in language_config(config).items() if key != "quantization_config"}
+        named = {"architectures": [FAMILIES[vision.language].architecture()], "model_type": vision.language}
+        return _with_outer_keys({**text, **named}, config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
     if not families and not isinstance(config.get("text_config"), Mapping):
         return {key: value for key, value in config.items() if key != "quantization_config"}
@@ -70,14 +75,6 @@ def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[st
     return text
 
 
-def usual_keys(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a text-only config under llama's keys."""
-    renamed = {other: key for key, other in family.keys.items()}
-    others = {renamed[key]: value for key, value in text.items() if key in renamed}
-    # If a file has a value under both names, llama's counts.
-    return others | {key: value for key, value in text.items() if key not in renamed}
-
-
 def read_arch(path: str | Path) -> ModelArch:
     """Read the architecture of the checkpoint directory `path`. ValueError names the key and value that is not supported."""
     try:
@@ -95,7 +92,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     read_fp8(config)
     text = text_config(config)
     family = family_of(_architecture(text))
-    values = _Values(text, family)
+    values = Values(text, family)
     _refuse_unimplemented(values)
     hidden, heads = values.positive("hidden_size"), values.positive("num_attention_heads")
     kv_heads = values.positive_or("num_key_value_heads", family.num_kv_heads, heads)
@@ -105,10 +102,10 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     head_dim = values.positive_or("head_dim", family.head_dim, hidden // heads)
     if head_dim % 2:
         raise ValueError(f"{values.spelled('head_dim')} {head_dim} is odd; rotary embeddings need an even one")
-    num_layers, rope = values.positive("num_hidden_layers"), _read_rope(values)
+    num_layers, rope = values.positive("num_hidden_layers"), _read_rope(values, head_dim, _FULL)
     max_positions = positions_of(values.positive("max_position_embeddings"), rope.type, rope.factor)
     window, sliding_layers = _read_window(values, num_layers, max_positions)
-    return ModelArch(
+    arch = ModelArch(
         family=family.name,
         architecture=_architecture(config),
         num_layers=num_layers,
@@ -122,12 +119,16 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm_eps=values.number("rms_norm_eps", family.norm_eps),
         rope=rope,
+        sliding_rope=None if family.local_theta is None else _read_rope(values, head_dim, _SLIDING),
+        activation=family.activation,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        moe=_read_moe(values, num_layers),
         sliding_window=window,
         sliding_layers=sliding_layers,
     )
+    arch = family.details(values, arch)
+    vision = VISION_FAMILIES.get(arch.architecture)
+    return arch if vision is None else replace(arch, vision=read_vision(config, vision))
 
 
 def _code_key(config: Mapping[str, Any]) -> str | None:
@@ -149,44 +150,10 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-class _Values:
-    """Values of a text-only config by llama's keys; messages name the file's own key."""
-
-    def __init__(self, text: Mapping[str, Any], family: Family) -> None:
-        self.family = family
-        self._text, self._values = text, usual_keys(text, family)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(key, default)
-
-    def spelled(self, key: str) -> str:
-        """Return the key as this file spells it, or as its family would."""
-        return key if key in self._text else self.family.keys.get(key, key)
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.spelled(key)} = {value!r}: a number is needed")
-        return float(value)
-
-    def positive(self, key: str) -> int:
-        return self._checked(key, self.get(key))
-
-    def positive_or(self, key: str, family_default: int | None, otherwise: int) -> int:
-        """Return the value; the family's default if the key is absent; `otherwise` without a default, or if it is null."""
-        value = self.get(key, family_default)
-        return otherwise if value is None else self._checked(key, value)
-
-    def _checked(self, key: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: {self.spelled(key)} = {value!r}; a positive integer is needed")
-        return value
-
-
-def _refuse_unimplemented(values: _Values) -> None:
-    activation = values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise NotImplementedByFamilies(f"hidden_act {activation!r} is not supported; only silu is")
+def _refuse_unimplemented(values: Values) -> None:
+    activation, ours = values.get("hidden_act"), values.family.activation
+    if activation not in (None, ours) and (activation, ours) != ("swish", "silu"):
+        raise NotImplementedByFamilies(f"{values.spelled('hidden_act')} {activation!r} is not supported; only {ours} is")
     # A family with biases of its own on q, k and v says so by its rules, and its files may say it by this key too.
     for key in ("mlp_bias",) if values.family.qkv_bias else ("attention_bias", "mlp_bias"):
         if values.get(key):
@@ -197,26 +164,7 @@ def _refuse_unimplemented(values: _Values) -> None:
         raise ValueError(f"pretraining_tp {values.get('pretraining_tp')} is not supported; set it to 1 in config.json")
 
 
-def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
-    # router_aux_loss_coef is not read: the run sets the weight.
-    experts = values.family.experts
-    if experts is None:
-        return None
-    num_experts, top_k = values.positive("num_experts"), values.positive("num_experts_per_tok")
-    norm_topk_prob = bool(values.get("norm_topk_prob", False))
-    if top_k > num_experts:
-        raise ValueError(f"num_experts_per_tok {top_k} is more than the {num_experts} experts")
-    if top_k == 1 and norm_topk_prob:
-        raise ValueError("norm_topk_prob with num_experts_per_tok 1 gives every expert the weight 1 and the router no gradient")
-    step, listed = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or []
-    dense = tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
-    if len(dense) == num_layers:
-        fix = f"use the {experts.dense} architecture"
-        raise ValueError(f"decoder_sparse_step and mlp_only_layers leave no layer with experts; {fix}")
-    return MoeArch(num_experts, top_k, values.positive("moe_intermediate_size"), norm_topk_prob, dense)
-
-
-def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
+def _read_window(values: Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
     """Return (tokens that a token sees, itself included; one entry per layer, true with the window); (None, ()) if all see all.
     ValueError if the config contradicts itself, or if transformers and vLLM would read it differently."""
     family = values.family
@@ -234,13 +182,13 @@ def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[
         return None, ()
     if family.window is None:
         raise ValueError(f"sliding_window {window}: {family.name} models have no sliding attention; set it to null")
-    layers = _sliding_layers(values, style.first_layer, num_layers, window)
+    layers = _sliding_layers(values, style, num_layers, window)
     return (window, layers) if any(layers) else (None, ())
 
 
-def _sliding_layers(values: _Values, first_layer: int | None, num_layers: int, window: int) -> tuple[bool, ...]:
+def _sliding_layers(values: Values, style: Window, num_layers: int, window: int) -> tuple[bool, ...]:
     kinds = values.get("layer_types")
-    if kinds and first_layer is not None:
+    if kinds and style.by_layer:
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})
         if unknown:
             raise ValueError(f"layer_types has {unknown[0]!r}, which is not supported; supported are {_FULL} and {_SLIDING}")
@@ -250,23 +198,43 @@ def _sliding_layers(values: _Values, first_layer: int | None, num_layers: int, w
     if kinds and set(kinds) != {_SLIDING}:
         readings = f"transformers' {values.family.name} has the window in every layer, vLLM in the named ones"
         raise ValueError(f"sliding_window {window} with layer_types: {readings}; set one of them to null")
-    first = 0 if first_layer is None else values.get("max_window_layers", first_layer)
+    if style.pattern is not None:
+        pattern = values.positive_or("sliding_window_pattern", style.pattern, style.pattern)
+        return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    first = 0 if style.first_layer is None else values.get("max_window_layers", style.first_layer)
     return tuple(layer >= first for layer in range(num_layers))
 
 
-def _read_rope(values: _Values) -> Rope:
-    given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise NotImplementedByFamilies("rope_parameters per layer type are not supported")
+def _rope_keys(values: Values, layers: str) -> dict[str, Any]:
+    """Keys of the rotary embedding of the layers of this kind, with its base. ValueError if a family of one embedding has two."""
+    parameters = values.get("rope_parameters") or {}
+    by_kind = any(isinstance(value, Mapping) for value in parameters.values())
+    if values.family.local_theta is None:
+        if by_kind:
+            raise NotImplementedByFamilies("rope_parameters per layer type are not supported")
+        return {"rope_theta": values.get("rope_theta"), **(values.get("rope_scaling") or parameters)}
+    found = dict(parameters.get(layers) or {}) if by_kind else {}
+    if layers == _FULL:  # older files scale and name these alone
+        return {"rope_theta": values.get("rope_theta"), **(values.get("rope_scaling") or {}), **found}
+    return {"rope_theta": values.get("rope_local_base_freq", values.family.local_theta), **found}
+
+
+def _read_rope(values: Values, head_dim: int, layers: str) -> Rope:
+    """Read the rotary embedding of the layers of this kind, which all layers share in most families."""
+    given = _rope_keys(values, layers)
     older_name = given.pop("type", None)
     kind = given.pop("rope_type", None) or older_name or "default"
     if kind not in _ROPE_KEYS:
         raise NotImplementedByFamilies(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
-    theta = given.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
-    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    theta = given.pop("rope_theta", None) or 10000.0
+    partial, share = given.pop("partial_rotary_factor", values.get("partial_rotary_factor")), values.family.partial_rotary
+    if share is None and partial not in (None, 1, 1.0):
         raise NotImplementedByFamilies(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
-    given.pop("max_position_embeddings", None)  # a second copy in ministral3 configs, which no library reads
+    channels = None if share is None else int(head_dim * (share if partial is None else partial))
+    for key in ("max_position_embeddings", "mrope_section", "mrope_interleaved"):
+        # A second copy in ministral3 configs, which no library reads; which channels are turned by the places of an image, all of
+        # them alike in a text.
+        given.pop(key, None)
     beta = given.pop("llama_4_scaling_beta", None)
     original = given.pop("original_max_position_embeddings", None)
     if (beta is not None) != values.family.scaled_queries:
@@ -287,7 +255,7 @@ def _read_rope(values: _Values) -> Rope:
     missing = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key in used and key not in fields]
     if missing:
         raise ValueError(f"rope type {kind!r} needs the key {missing[0]!r}")
-    return Rope(type=kind, theta=float(theta), original_max_positions=original, llama4_beta=beta, **fields)
+    return Rope(type=kind, theta=float(theta), original_max_positions=original, llama4_beta=beta, channels=channels, **fields)
 
 
 def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"], head_rows: int = 1) -> ModelArch:
@@ -307,6 +275,11 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
         from megappo.models.any_model import describe_model
 
         return describe_model(path)
+    if engine == "fsdp2" and arch.vision is not None:
+        raise ValueError(f"{path}: engine fsdp2 does not run the tower of {arch.architecture}; set engine megatron")
+    if engine == "fsdp2" and arch.delta is not None:
+        fix = "transformers' delta nets see other sequences of a packed batch; set the role's engine to megatron"
+        raise ValueError(f"{path}: {arch.family} does not run under engine fsdp2: {fix}")
     if engine == "megatron" or arch.moe is None:
         return arch
     from megappo.models.any_model import with_own_parameters

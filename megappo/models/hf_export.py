@@ -22,14 +22,19 @@ from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer, eos_ids_of
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
+from megappo.models.fp8 import SCALE_SUFFIX
 from megappo.models.gather import Gather, on_all_ranks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.hf_config import read_config, text_config
+from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.lora import Weights
 from megappo.models.lora_linear import merged_parameters
 from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter
 from megappo.models.pieces import Piece
-from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces, piece_map
+from megappo.models.vision_families import checkpoint_name
+from megappo.models.weight_check import further_layers_of
+from megappo.models.weight_map import VALUE_HEAD, constants, hf_tensors, megatron_pieces, piece_map
+from megappo.models.weight_rules import CORRECTION
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 from megappo.runtime.messages import parse_object
@@ -38,6 +43,7 @@ from megappo.runtime.messages import parse_object
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _GENERATION = "generation_config.json"
+_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 # Files of tokenizers; weights and remote code are never copied.
 _TOKENIZER = (
     "tokenizer.json",
@@ -66,7 +72,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Written:
-    """A model as its export describes it: weights of `arch` in `dtype`; a critic (`value_head`) becomes a token classifier."""
+    """A model as its export describes it: weights of `arch` in `dtype`; a critic (`value_head`) becomes a token classifier, or a
+    sequence classifier if its head scores texts."""
 
     arch: ModelArch
     dtype: torch.dtype
@@ -93,7 +100,7 @@ def plan_shards(
             parts[-1][1].append(name)
             size += tensor_bytes
     assert written == set(shapes), sorted(set(shapes) - written)
-    if value_head:
+    if value_head and not arch.scores_texts:
         parts[-1][1].append(_SCORE_BIAS)  # transformers' token classifiers have a bias; ours is always 0
     if len(parts) == 1:
         return [Shard("model.safetensors", 0, tuple(parts[0][1]))]
@@ -145,6 +152,8 @@ def export_pieces(
     `source_dir`; its ids end a response of the export too. None copies the files in `source_dir`. `out_dir` must not exist and
     appears when it is complete. ValueError or OSError on every rank if one fails.
     """
+    if model.value_head and model.arch.vision is not None:
+        raise ValueError(f"a critic of {model.arch.architecture} is not exported: transformers has no such class with a value head")
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     shards = plan_shards(model.arch, groups.layout, model.value_head, model.dtype.itemsize, shard_bytes)
     gather, is_first = Gather(parameters, pieces, hf_tensors(model.arch, model.value_head), groups), groups.position == 0
@@ -154,7 +163,11 @@ def export_pieces(
         on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir), tokenizer), groups)
 
     def finish() -> None:
-        _finish(out, partial, Path(source_dir), shards, export_config(model, read_config(source_dir)), tokenizer)
+        files = _as_named({name: shard.file for shard in shards for name in shard.names}, model.arch)
+        if not model.value_head:
+            files |= _pass_further_layers(Path(source_dir), partial, model, shard_bytes)
+        config = export_config(model, read_config(source_dir), None if tokenizer is None else tokenizer.pad_id)
+        _finish(out, partial, Path(source_dir), files, config, tokenizer)
 
     on_all_ranks(lambda: finish() if is_first else None, groups)
 
@@ -178,18 +191,19 @@ def _start(out: Path, partial: Path) -> None:
 
 def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], model: Written) -> None:
     failure: Exception | None = None
+    in_fp32 = {VALUE_HEAD, _SCORE_BIAS, *constants(model.arch)}
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
             continue
         tensors = {}
         for name in shard.names:
-            kept = torch.float32 if name in (VALUE_HEAD, _SCORE_BIAS) else model.dtype
+            kept = torch.float32 if name in in_fp32 else model.dtype
             whole = torch.zeros(model.arch.head_rows, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
             if whole is not None:
                 tensors[name] = whole
         if gather.is_root and failure is None:
             try:
-                save_file(tensors, folder / shard.file, metadata={"format": "pt"})
+                save_file(_as_named(tensors, model.arch), folder / shard.file, metadata={"format": "pt"})
                 open_to_readers_of(folder, folder / shard.file)
             except (OSError, SafetensorError) as error:
                 failure = error  # the peers still send the rest: receive it, then report
@@ -197,16 +211,45 @@ def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: li
         raise failure
 
 
+def _as_named(by_name: Mapping[str, Any], arch: ModelArch) -> dict[str, Any]:
+    """Spell text-only names as a checkpoint of this architecture does."""
+    return dict(by_name) if arch.vision is None else {checkpoint_name(name): one for name, one in by_name.items()}
+
+
+def _pass_further_layers(source: Path, partial: Path, model: Written, shard_bytes: int) -> dict[str, str]:
+    """Copy the layers of a checkpoint that predict further tokens, which nothing trains. Return tensor -> file."""
+    if not (further_layers := further_layers_of(source, model.arch)) or not any(source.glob("*.safetensors")):
+        return {}
+    reader, files, held = CheckpointReader(source), {}, {}
+
+    def write() -> None:
+        file = f"further-layers-{len(set(files.values())) + 1:05d}.safetensors"
+        save_file(held, partial / file, metadata={"format": "pt"})
+        open_to_readers_of(partial, partial / file)
+        files.update(dict.fromkeys(held, file))
+        held.clear()
+
+    for name, shape in reader.unread(hf_tensors(model.arch)).items():
+        if name.startswith(further_layers) and not name.endswith(SCALE_SUFFIX):
+            kept = torch.float32 if name.endswith(CORRECTION.name) else model.dtype
+            held[name] = reader.slice(name, shape)[0][:].to(kept)
+            if sum(tensor.nbytes for tensor in held.values()) >= shard_bytes:
+                write()
+    if held:
+        write()
+    return files
+
+
 def _finish(
-    out: Path, partial: Path, source: Path, shards: list[Shard], config: Mapping[str, Any], tokenizer: Tokenizer | None
+    out: Path, partial: Path, source: Path, files: Mapping[str, str], config: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> None:
-    if len(shards) > 1:
-        index = {"metadata": {}, "weight_map": {name: shard.file for shard in shards for name in shard.names}}
+    if len(set(files.values())) > 1:
+        index = {"metadata": {}, "weight_map": dict(files)}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
     (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(partial)
-    for name in (_GENERATION, *(_TOKENIZER if tokenizer is None else ())):
+    for name in (_GENERATION, *(_IMAGES if "vision_config" in config else ()), *(_TOKENIZER if tokenizer is None else ())):
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
     if tokenizer is not None:
@@ -222,10 +265,22 @@ def _end_with(file: Path, eos_ids: Sequence[int]) -> None:
         file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def export_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Make config.json of the exported text-only model from the config it was trained from."""
+def _whole_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Make config.json of an exported vision-language model, in the source's own form."""
+    config = {key: value for key, value in source.items() if key != "quantization_config"}
+    for part in (config, *(config[key] for key in ("text_config", "vision_config") if key in config)):
+        for key in {"dtype", "torch_dtype"} & part.keys() or {"dtype"}:
+            part[key] = _DTYPE_NAMES[model.dtype]
+    return config
+
+
+def export_config(model: Written, source: Mapping[str, Any], pad_id: int | None = None) -> dict[str, Any]:
+    """Make config.json of the exported text-only model from the config it was trained from. pad_id: of the tokenizer."""
     arch, config = model.arch, text_config(source)
-    head = "TokenClassification" if model.value_head else "CausalLM"
+    if arch.vision is not None:
+        return _whole_config(model, source)
+    of_head = "SequenceClassification" if arch.scores_texts else "TokenClassification"
+    head = of_head if model.value_head else "CausalLM"
     # Without a family `architecture` is the language model's, whatever the source's own head.
     known = arch.family in FAMILIES
     config["architectures"] = [
@@ -240,6 +295,8 @@ def export_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
     if arch.rope.llama_4_scaling is not None:
         config["llama_4_scaling"] = arch.rope.llama_4_scaling  # for vLLM
     if model.value_head:
+        if arch.scores_texts and config.get("pad_token_id") is None:
+            config["pad_token_id"] = pad_id  # without one, transformers finds no end of a text in a batch
         labels = ["VALUE"] if arch.head_rows == 1 else [f"BIN_{row}" for row in range(arch.head_rows)]
         config.update(
             id2label={str(row): label for row, label in enumerate(labels)}, label2id=dict(zip(labels, range(len(labels))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 from megappo.models.hf_config import read_config
+from megappo.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from megappo.models.pieces import Box, as_2d
 from megappo.models.weight_map import OUTPUT
 from megappo.runtime.messages import first_line, parse_object
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # a configuration is refused without loading torch
     from torch import Tensor
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _INCOMPLETE = "the download may be incomplete"
 
@@ -42,19 +45,28 @@ class CheckpointReader:
         self._framework = "np" if headers_only else "pt"  # a slice is an array of numpy, which has no bf16, or a tensor
 
     def find(self, name: str) -> str | None:
-        """Return the tensor's name in this checkpoint, or None."""
-        return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
+        """Return the tensor's name in this checkpoint, or that of its blocks in mxfp4, or of all experts of its layer; or None."""
+        spelled = [found for spelling in _spellings(name) for found in (spelling, spelling + BLOCKS)]
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            spelled += _spellings(expert[1] + ("down_proj" if expert[3] == "down" else "gate_up_proj"))
+        return next((found for found in spelled if found in self._files), None)
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
-        """Return the lazy slice of a tensor, dequantised if it is fp8, and its file and name for messages.
+        """Return the lazy slice of a tensor, dequantised if it is fp8 or mxfp4, and its file and name for messages.
         ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights."""
         spelling = self.find(name)
         if spelling is None:
             raise ValueError(f"{self.path}: tensor {name} {list(shape)} is missing; {_fix_of_missing(name)}")
         found, where = self._stored(spelling)
-        if list(found.get_shape()) != list(shape):
+        if (expert := _EXPERT.fullmatch(name)) is not None and not spelling.endswith(".weight"):
+            found = OfAllExperts(found, int(expert[2]), expert[3])
+        in_mxfp4 = self._mxfp4(found, spelling, where) if spelling.endswith(BLOCKS) else None
+        sizes = list((in_mxfp4 or found).get_shape())
+        if sizes != list(shape):
             fix = "take both from the same checkpoint"
-            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}; {fix}")
+            raise ValueError(f"{where} has shape {sizes}, config.json asks for {list(shape)}; {fix}")
+        if in_mxfp4 is not None:
+            return in_mxfp4, where
         scale, dtype = spelling + SCALE_SUFFIX, found.get_dtype()
         if dtype in _PLAIN_DTYPES:
             if scale in self._files:
@@ -66,8 +78,14 @@ class CheckpointReader:
         if fp8 is None:
             raise ValueError(f"{where} is {dtype}, but config.json has no quantization_config that says how it is scaled")
         if scale not in self._files:
-            raise ValueError(f"{where} is {dtype}, but its scale {scale} is missing; the download may be incomplete")
+            raise ValueError(f"{where} is {dtype}, but its scale {scale} is missing; {_INCOMPLETE}")
         return Dequantised(found, *self._stored(scale), fp8), where
+
+    def _mxfp4(self, blocks: Any, spelling: str, where: str) -> Mxfp4:
+        scales = spelling.removesuffix(BLOCKS) + SCALES
+        if scales not in self._files:
+            raise ValueError(f"{where} has no {scales}; {_INCOMPLETE}")
+        return Mxfp4(blocks, self._stored(scales)[0], where)
 
     def unread(self, names: Iterable[str]) -> dict[str, list[int]]:
         """Return the shapes of the tensors that no one of `names` finds, by the names that they have in this checkpoint."""
@@ -86,6 +104,25 @@ class CheckpointReader:
         except SafetensorError:
             raise ValueError(f"{where} is named by the index but not in the file") from None
         return found, where
+
+
+class OfAllExperts:
+    """The matrix of one expert in a tensor [experts, rows, in] of a layer, gate above up, as transformers holds them."""
+
+    def __init__(self, stack: Any, expert: int, part: str) -> None:
+        self._stack, self._expert, self._part = stack, expert, part
+        self.get_dtype = stack.get_dtype
+
+    def get_shape(self) -> list[int]:
+        _, rows, columns = self._stack.get_shape()
+        return [rows if self._part == "down" else rows // 2, columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        size = self.get_shape()[0]
+        start, stop, _ = rows.indices(size)
+        first = size if self._part == "up" else 0
+        return self._stack[self._expert : self._expert + 1, first + start : first + stop, columns][0]
 
 
 def read_box(source: LazySlice, box: Box) -> Tensor:
@@ -145,6 +182,6 @@ def _without_weights(path: Path) -> str:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    # Text-only; Mistral3ForConditionalGeneration on the hub, then in transformers 5; base models.
+    # Text-only; Mistral3ForConditionalGeneration on the hub, then in transformers 5; towers in transformers 5; base models.
     bare = name.removeprefix("model.")
-    return name, f"language_model.{name}", f"model.language_model.{bare}", bare
+    return name, f"language_model.{name}", f"model.language_model.{bare}", f"model.{bare}", bare

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, MoeArch
 from megappo.models.int8_linear import Quantised
 from megappo.models.pieces import rectangle
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
@@ -26,41 +27,80 @@ from megappo.models.weight_rules import Shape
 ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
 """Endings of the names of an adapter's tensors, behind the name of its module."""
 _LAYER = re.compile(r"\.layers\.\d+\.")
+_EXPERTS = ".experts."
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
 def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str) -> dict[str, tuple[int, int]]:
     """Name -> (out, in) of the modules with an adapter, in the order of `tensors` (from `tensors_to_adapt`).
-    targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`, every linear layer of the decoder's layers.
-    ValueError for a target that matches nothing, with the nearest names, and for one that matches experts or their router."""
+    targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`, every linear layer of the decoder's layers,
+    those of each expert too, but not what stands beside experts and chooses or weighs them.
+    ValueError for a target that matches nothing, with the nearest names, for routers, for some experts of a layer without the
+    others, and for experts that a checkpoint holds in one tensor."""
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in tensors.items()
         if _LAYER.search(name) and name.endswith(".weight") and len(shape) == 2
     }
-    if isinstance(targets, str):
-        found = linear
-    else:
+    sparse = {name.partition(_EXPERTS)[0] for name in tensors if _EXPERTS in name}
+    routers = {name for name in linear if name.rpartition(".")[0] in sparse}
+    joined = [name for name in tensors if _EXPERTS in name and expert_of(name) is None]
+    # PEFT would apply a target with the name of experts' layers to the experts, even if a shared expert is meant.
+    kinds = {name.rpartition(".")[2] for name in (*linear, *joined) if _EXPERTS in name}
+    found = {name: size for name, size in linear.items() if name not in routers}
+    if not isinstance(targets, str):
         for target in targets:
             if not any(_ends_with(name, target) for name in linear):
                 raise ValueError(f"{target} matches no linear layer; {_nearest(target, linear)}")
         found = {name: size for name, size in linear.items() if any(_ends_with(name, target) for target in targets)}
-    experts = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    kinds = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".experts." in name}
-    beside = {name for name in linear if ".experts." not in name and name.rpartition(".")[0] not in experts}
-    # PEFT would apply a target with the name of experts' layers to the experts, even if a shared expert is meant.
-    allowed = {name for name in beside if name.rpartition(".")[2] not in kinds}
-    others = ", ".join(_kinds(allowed))
+    elif joined:
+        # all-linear would silently leave experts out.
+        others = ", ".join(_kinds(name for name in found if name.rpartition(".")[2] not in kinds))
+        why = "which have no adapters if one tensor holds them all"
+        raise ValueError(f"{min(sparse)} is a layer of experts, {why}; name others: {others}")
+    of_experts = {name.rpartition(".")[2] for name in found if _EXPERTS in name}
+    others = ", ".join(_kinds(name for name in linear if name not in routers and name.rpartition(".")[2] not in kinds - of_experts))
     for name in found:
-        if name not in beside:
-            raise ValueError(f"{name} is of a layer of experts, which have no adapters; name others: {others}")
-        if name not in allowed:
-            raise ValueError(f"{name} is called as the layers of experts, for which PEFT would take it; name others: {others}")
-    # Where no matrix of the checkpoint is a single expert's (gpt_oss), all-linear would silently leave experts out.
-    if experts and isinstance(targets, str):
-        raise ValueError(f"{min(experts)} is a layer of experts, which have no adapters; name others: {others}")
+        kind = name.rpartition(".")[2]
+        if name in routers:
+            raise ValueError(f"{name} chooses or weighs experts, which stays as it is; name others: {others}")
+        if kind in kinds - of_experts:
+            fix = f"name {kind}, and so those of experts too, or others: {others}"
+            raise ValueError(f"{name} is called as the layers of experts, for which PEFT would take it; {fix}")
+    whole = Counter(place[0] for name in linear if (place := expert_of(name)) is not None)
+    for stack, count in Counter(place[0] for name in found if (place := expert_of(name)) is not None).items():
+        if count < whole[stack]:
+            kind = stack.rpartition(".")[2]
+            raise ValueError(f"of {stack} {count} of {whole[stack]} experts are named; name {kind}, which is of all of them")
     if not found:
         raise ValueError("this model has no linear layer that could have an adapter; train all weights (lora: null)")
     return dict(found)
+
+
+def expert_of(module: str) -> tuple[str, int] | None:
+    """(name without the expert's number, number) of an expert's module, or of an adapter's tensor; None for others."""
+    found = _EXPERT.fullmatch(module)
+    return None if found is None else (f"{found[1]}.{found[3]}", int(found[2]))
+
+
+def of_expert(name: str, number: int) -> str:
+    """Undo `expert_of`."""
+    before, _, kind = name.rpartition(_EXPERTS)
+    return f"{before}{_EXPERTS}{number}.{kind}"
+
+
+def products_per_token(modules: Iterable[str], moe: MoeArch | None) -> dict[str, int]:
+    """Adapted module -> products of its adapter for a token. Of a layer's experts one stands for all: a token passes the chosen
+    ones."""
+    found: dict[str, int] = {}
+    for module in modules:
+        place = expert_of(module)
+        if place is None:
+            found[module] = 1
+        elif place[1] == 0:
+            assert moe is not None
+            found[module] = moe.top_k
+    return found
 
 
 def int8_modules(arch: ModelArch, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
@@ -156,12 +196,38 @@ class Adapted:
         return torch.addmm(part, self.b.detach()[rows_of].float(), self.a.detach()[:, cols_of].float(), alpha=self.scaling)
 
 
-Weights = Mapping[str, Tensor | Adapted | Quantised]
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """`Adapted` of several experts in one parameter. base: [experts, rows, columns]. blocks: (first row in an expert's matrix, A
+    [experts, rank, columns], B [experts, rows of the block, rank]) of every adapter."""
+
+    base: Tensor
+    blocks: tuple[tuple[int, Tensor, Tensor], ...]
+    scaling: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    def rectangle(self, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
+        """Part [rows, cols] of the merged weight of expert `slot`, in fp32."""
+        part = self.base.detach()[slot, row : row + rows, col : col + cols].to(torch.float32, copy=True)
+        for first, a, b in self.blocks:
+            start, stop = max(row, first), min(row + rows, first + b.size(1))
+            if start < stop:
+                left, right = b.detach()[slot, start - first : stop - first], a.detach()[slot, :, col : col + cols]
+                part[start - row : stop - row].addmm_(left.float(), right.float(), alpha=self.scaling)
+        return part
+
+
+Weights = Mapping[str, Tensor | Adapted | AdaptedExperts | Quantised]
 """Parameters of a rank by name, as others read them (`engine.base.Engine.merged_parameters`)."""
 
 
-def part_of(weight: Tensor | Adapted | Quantised, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
+def part_of(weight: Tensor | Adapted | AdaptedExperts | Quantised, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
     """Part [rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter or in 8 bits (fp32)."""
+    if isinstance(weight, AdaptedExperts):
+        return weight.rectangle(slot, row, col, rows, cols)
     if isinstance(weight, Adapted | Quantised):
         return weight.rectangle(row, col, rows, cols)
     return rectangle(weight.detach(), slot, row, col, rows, cols)

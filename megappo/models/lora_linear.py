@@ -29,34 +29,45 @@ from megappo.models.build import freeze_chunks
 from megappo.models.gpt import CriticModel, PackedModel, named_parameters
 from megappo.models.int8_linear import SCALE, Quantised
 from megappo.models.int8_parallel import quantised
-from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of, tensors_to_adapt
-from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
+from megappo.models.kv_copies import mark_copy
+from megappo.models.lora import (
+    Adapted,
+    AdaptedExperts,
+    adapted_modules,
+    initial_a,
+    is_adapter,
+    scaling,
+    seed_of,
+    tensors_to_adapt,
+)
+from megappo.models.lora_experts import ExpertAdapters
+from megappo.models.lora_shards import AdaptedLinear, adapted_experts, adapted_linears, adapter_piece_map, check_stages, num_rows
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import Box, Piece, PieceMap
-from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD, rank_experts
 from megappo.parallel.groups import ProcessGroups
 
 
 class Adapter(torch.nn.Module):
-    """This rank's part of one Hugging Face module's adapter, not filled: lora_A [rank, columns of box], lora_B [rows of box, rank].
-    size: (out, in) of the module's weight. box: the rectangle of that weight on this rank. empty: dtype and device."""
+    """This rank's part of one Hugging Face module's adapter, not filled: lora_A [rank, columns of boxes], lora_B [rows of boxes,
+    rank]. size: (out, in) of the module's weight. boxes: blocks of that weight's rows on this rank. empty: dtype and device."""
 
-    def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, **empty: Any) -> None:
+    def __init__(self, module: str, size: tuple[int, int], boxes: Sequence[Box], rank: int, **empty: Any) -> None:
         super().__init__()
-        self.module, self.size, self.box = module, size, box
-        self.lora_A = torch.nn.Parameter(torch.empty(rank, box.cols, **empty))
-        self.lora_B = torch.nn.Parameter(torch.empty(box.rows, rank, **empty))
+        self.module, self.size, self.columns = module, size, slice(boxes[0].c0, boxes[0].c1)
+        self.lora_A = torch.nn.Parameter(torch.empty(rank, boxes[0].cols, **empty))
+        self.lora_B = torch.nn.Parameter(torch.empty(num_rows(boxes), rank, **empty))
 
     @torch.no_grad()
     def start(self, seed: int) -> None:
         """Fill A as `lora.initial_a` does and B with zeros: the model computes what it did without the adapter."""
         rank, (_, columns) = self.lora_A.shape[0], self.size
-        self.lora_A.copy_(initial_a(self.module, columns, rank, seed)[:, self.box.c0 : self.box.c1])
+        self.lora_A.copy_(initial_a(self.module, columns, rank, seed)[:, self.columns])
         self.lora_B.zero_()
 
 
 class LinearAdapters(torch.nn.Module):
-    """Adapters of the modules that one parallel linear holds.
+    """Adapters of the modules that one linear holds. dim: of its weight, which tp cuts; None if every rank has it whole.
     rows: (last name of a module, adapted or not, number of its rows) in the linear's output on this rank, in order. dropped: name
     of the random state that chooses the dropped inputs."""
 
@@ -67,7 +78,7 @@ class LinearAdapters(torch.nn.Module):
         lora: LoraConfig,
         groups: ProcessGroupCollection,
         *,
-        row_parallel: bool,
+        dim: int | None,
         sequence_parallel: bool,
         dropped: str,
     ) -> None:
@@ -76,13 +87,18 @@ class LinearAdapters(torch.nn.Module):
         self.enabled = True
         self.scaling = scaling(lora)
         self._rows, self._rank, self._dropout = tuple(rows), lora.rank, lora.dropout
-        self._group, self._row_parallel, self._sequence_parallel = groups.tp, row_parallel, sequence_parallel
+        self._group, self._dim, self._sequence_parallel = groups.tp, dim, sequence_parallel
         self._dropped = dropped
         for adapter in adapters:
-            cut, copied = (adapter.lora_A, adapter.lora_B) if row_parallel else (adapter.lora_B, adapter.lora_A)
-            set_tensor_model_parallel_attributes(cut, True, 1 if row_parallel else 0, 1)
-            # Each tp rank multiplies the copy with its part of the tokens: finalize_model_grads sums the partial gradients.
-            setattr(copied, "sequence_parallel", sequence_parallel)
+            cut = {None: None, 0: adapter.lora_B, 1: adapter.lora_A}[dim]
+            for part in (adapter.lora_A, adapter.lora_B):
+                if part is cut:
+                    set_tensor_model_parallel_attributes(part, True, dim, 1)
+                    if dim == 0 and (copies := part.shape[0] * groups.tp.size() // adapter.size[0]) > 1:
+                        mark_copy(part, 0, counts=groups.tp.rank() % copies == 0)
+                else:
+                    # Each tp rank multiplies a copy with its part of the tokens: finalize_model_grads sums the partial gradients.
+                    setattr(part, "sequence_parallel", sequence_parallel)
 
     def each(self) -> Iterator[Adapter]:
         return (cast(Adapter, adapter) for adapter in self.adapters.values())
@@ -119,7 +135,9 @@ class LinearAdapters(torch.nn.Module):
         """Complete the product with A [tokens, 1, rank of all adapters] for the tokens that B reads. Collective over tp."""
         # A row-parallel linear exchanges this beside the sum of its output: joining the two would take TransformerEngine's linear
         # apart.
-        if self._row_parallel:
+        if self._dim is None:
+            return hidden  # of this rank's tokens, as the output is
+        if self._dim == 1:
             if self._sequence_parallel:
                 return reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
             return reduce_from_tensor_model_parallel_region(hidden, group=self._group)
@@ -138,7 +156,7 @@ def attach_adapters(
     chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, *, role: str, seed: int
 ) -> ModelAdapters:
     """Freeze a built model, except a value head, and add adapters, at their start, to the modules that `lora.targets` names.
-    ValueError, on every rank, for targets that match nothing, experts, or nothing on a stage of the pipeline."""
+    ValueError, on every rank, for targets that match nothing, routers, or nothing on a stage of the pipeline."""
     model = ModelAdapters(chunks, arch, groups, lora, role, seed)
     check_stages(arch, groups.layout, model.modules)
     freeze_chunks(chunks, lambda name: name != LOCAL_VALUE_HEAD)
@@ -156,25 +174,36 @@ class ModelAdapters:
         self._chunks, self._arch, self._groups, self._seed = chunks, arch, groups, seed
         self.lora, self.modules = lora, adapted_modules(tensors_to_adapt(arch), lora.targets)
         self._dropped = f"inputs that adapters of the {role} drop"
+        self._dropped_by_experts = f"inputs that adapters of the {role}'s experts drop"
 
     def add_to(self, chunk: PackedModel) -> None:
         """Make the adapters of a chunk's layers."""
         tp = self._groups.layout.tp, self._groups.coordinates.tp
+        layout, at = self._groups.layout, self._groups.coordinates
         for layer in cast(Any, chunk.decoder.layers):  # Megatron's type is that of any module
             # Megatron counts layers from 1.
             for linear in adapted_linears(self._arch, *tp, layer.layer_number - 1, self.modules):
                 device = layer.get_parameter(linear.local).device
                 adapters = self._adapters_of(linear, {"dtype": chunk.config.params_dtype, "device": device})
                 _attach(layer.get_submodule(linear.local.removesuffix(".weight")), adapters, self._seed)
+            linears = list(adapted_experts(self._arch, layout.etp, at.etp, layer.layer_number - 1, self.modules))
+            if linears:
+                experts = layer.get_submodule("mlp.experts")
+                empty = {"dtype": chunk.config.params_dtype, "device": next(experts.parameters()).device}
+                numbers = rank_experts(self._arch, layout.ep, at.ep)
+                dropped = self._dropped_by_experts
+                ExpertAdapters(linears, numbers, self.modules, self.lora, self._groups, dropped=dropped, **empty).attach(
+                    experts, self._seed
+                )
 
     def _adapters_of(self, linear: AdaptedLinear, empty: dict[str, Any]) -> LinearAdapters:
         rank, groups = self.lora.rank, self._groups
         return LinearAdapters(
-            [Adapter(module, self.modules[module], box, rank, **empty) for module, box in linear.boxes.items()],
+            [Adapter(module, self.modules[module], boxes, rank, **empty) for module, boxes in linear.boxes.items()],
             [(_last(module), rows) for module, rows in linear.rows],
             self.lora,
             groups.collection,
-            row_parallel=linear.row_parallel,
+            dim=linear.dim,
             sequence_parallel=groups.layout.sequence_parallel,
             dropped=self._dropped,
         )
@@ -185,9 +214,16 @@ class ModelAdapters:
             return
         at, device, tracker = self._groups.coordinates, next(self._chunks[0].parameters()).device, get_cuda_rng_tracker()
         assert tracker is not None
-        # No tp in the seed: a column-parallel linear has the same input on all tp ranks.
-        generator = torch.Generator(device).manual_seed(seed_of(self._seed, f"dropout/{step}/{at.pp}/{at.dp}/{at.cp}"))
-        tracker.set_states({**tracker.get_states(), self._dropped: generator.get_state()})
+        # No tp in the seed: a column-parallel linear has the same input on all tp ranks. Nor etp: an expert's tokens are on all of
+        # its etp ranks; how many they are differs between tp ranks, so experts draw from a state of their own.
+        seeds = {
+            self._dropped: f"dropout/{step}/{at.pp}/{at.dp}/{at.cp}",
+            self._dropped_by_experts: f"dropout/{step}/experts/{at.pp}/{at.ep}/{at.edp}",
+        }
+        states = {
+            name: torch.Generator(device).manual_seed(seed_of(self._seed, purpose)).get_state() for name, purpose in seeds.items()
+        }
+        tracker.set_states({**tracker.get_states(), **states})
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -227,18 +263,20 @@ def _attach(parallel_linear: torch.nn.Module, adapters: LinearAdapters, seed: in
     )
 
 
-def adapters_of(chunks: Sequence[PackedModel]) -> Iterator[LinearAdapters]:
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
+def adapters_of(chunks: Sequence[PackedModel]) -> Iterator[LinearAdapters | ExpertAdapters]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters | ExpertAdapters))
 
 
-def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapted | Quantised]:
+def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapted | AdaptedExperts | Quantised]:
     """Canonical name -> parameter of this rank's base model, adapters added when a part of it is read."""
-    merged: dict[int, Tensor | Adapted | Quantised] = {}
+    merged: dict[int, Tensor | Adapted | AdaptedExperts | Quantised] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         weight = quantised(module, chunks[0].config.params_dtype)
-        if hasattr(module, "lora"):
+        if isinstance(adapters := getattr(module, "lora", None), ExpertAdapters):
+            merged |= {id(base): adapted for base, adapted in adapters.merged(module)}
+        elif adapters is not None:
             base = cast(Tensor, module.weight)
-            merged[id(base)] = cast(LinearAdapters, module.lora).merged(base if weight is None else weight)
+            merged[id(base)] = cast(LinearAdapters, adapters).merged(base if weight is None else weight)
         elif weight is not None:
             merged[id(weight.codes)] = weight
     return {

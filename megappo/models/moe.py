@@ -1,4 +1,4 @@
-"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a balancing loss per sequence, load statistics.
+"""Mixture of experts: the MLP of a sparse layer, its router with a balancing loss per sequence, load statistics.
 
 Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours:
 Megatron balances a micro-batch, so its loss would change with the split of a batch; here the unit is the sequence.
@@ -6,8 +6,10 @@ Megatron balances a micro-batch, so its loss would change with the split of a ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,11 +22,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
-from megappo.models.arch import ModelArch, check_ep
+from megappo.data.packing import NO_ID
+from megappo.models.arch import Clamp, ModelArch, MoeArch, check_ep
 from megappo.models.attention import PackedSequences
 from megappo.models.implementation import Implementation
+from megappo.models.weight_map import hf_layer
+from megappo.models.weight_rules import CORRECTION
 from megappo.parallel.layout import ParallelLayout
 
 
@@ -47,22 +54,85 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_dtype": "fp32",  # in bf16 close scores tie, and layouts would choose different experts
         "moe_router_load_balancing_type": "none",  # `SequenceRouter` adds its own loss
+        "moe_shared_expert_intermediate_size": moe.shared_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
 
 
-def moe_submodule(implementation: Implementation) -> ModuleSpec:
+def moe_submodule(arch: ModelArch, implementation: Implementation) -> ModuleSpec:
     """Make the spec of the MLP of a sparse layer, whose layer must be a `SparseLayer`."""
     if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+        from megatron.core.extensions import transformer_engine as te
 
-        linears = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+        linears = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
         experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+        dense = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
     else:
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=SequenceRouter))
+        dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts = ModuleSpec(module=SequentialMLP, submodules=dense)
+    # Megatron calls the router as a class. A model without experts has no layer of this spec.
+    moe = cast(MoeArch, arch.moe)
+    router: Any = partial(SequenceRouter, moe=moe)
+    if moe is not None and moe.clamp is not None:
+        experts = ModuleSpec(module=ClampedExperts, params={"clamp": moe.clamp})
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=dense)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=router, shared_experts=shared))
+
+
+class ClampedExperts(torch.nn.Module):
+    """Experts of gpt-oss, one after the other: matrices [in, out], columns of gate and up in turn, biases, `Clamp`. etp cuts the
+    columns of gate and up in pairs, and the channels of the last bias, whose parts the sum over the ranks puts together."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        clamp: Clamp,
+        name: str | None = None,  # of the module, since Megatron-core 0.19
+    ) -> None:
+        super().__init__()
+        self.local_experts = torch.nn.ModuleList(
+            ClampedExpert(config, pg_collection.expt_tp, clamp) for _ in range(num_local_experts)
+        )
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return the experts' outputs times `probs` [rows], and no bias. tokens: [rows, H], sorted by expert."""
+        counts = tokens_per_expert.tolist()
+        parts = zip(self.local_experts, tokens.split(counts), probs.split(counts))
+        return torch.cat([(expert(rows) * weights[:, None]).to(rows.dtype) for expert, rows, weights in parts]), None
+
+
+class _Matrix(torch.nn.Module):
+    """weight [in, out] and bias [1, biased] of one product."""
+
+    def __init__(self, inputs: int, outputs: int, biased: int, **empty: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(inputs, outputs, **empty))
+        self.bias = torch.nn.Parameter(torch.empty(1, biased, **empty))
+
+
+class ClampedExpert(torch.nn.Module):
+    """One expert, or the part of one that an etp rank has."""
+
+    def __init__(self, config: TransformerConfig, etp: dist.ProcessGroup, clamp: Clamp) -> None:
+        super().__init__()
+        assert config.moe_ffn_hidden_size is not None
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        empty: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        ffn, hidden, mine = config.moe_ffn_hidden_size // etp.size(), config.hidden_size, config.hidden_size // etp.size()
+        self.clamp, self._around = clamp, (etp.rank() * mine, hidden - (etp.rank() + 1) * mine)
+        self.linear_fc1 = _Matrix(hidden, 2 * ffn, 2 * ffn, **empty)
+        self.linear_fc2 = _Matrix(ffn, hidden, mine, **empty)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        alpha, limit = self.clamp
+        both = rows @ self.linear_fc1.weight + self.linear_fc1.bias
+        gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+        product = (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        return product @ self.linear_fc2.weight + pad(self.linear_fc2.bias, self._around)
 
 
 class SparseLayer(TransformerLayer):
@@ -83,6 +153,8 @@ class RouterState:
         """[layers, experts] real tokens sent to each expert."""
         self.loss = torch.zeros(num_layers, dtype=torch.float64, device=device)
         """[layers] sum of the sequences' balancing losses, neither divided by their number nor weighted."""
+        self.replayed = torch.zeros(2, dtype=torch.float64, device=device)
+        """Replayed choices of this rank's tokens in the current pass, one for each sparse layer; those unlike the router's own."""
         self.scale = 0.0
 
     def begin(self, coefficient: float, num_sequences: float) -> None:
@@ -91,6 +163,7 @@ class RouterState:
         self.scale = coefficient / num_sequences
         self.tokens.zero_()
         self.loss.zero_()
+        self.replayed.zero_()
 
 
 def share_router_state(chunks: Sequence[torch.nn.Module]) -> RouterState | None:
@@ -106,19 +179,38 @@ def share_router_state(chunks: Sequence[torch.nn.Module]) -> RouterState | None:
     return state
 
 
+@torch.no_grad()
+def correct(parameters: Mapping[str, Tensor], load: Tensor, rate: float, frozen: Collection[str]) -> None:
+    """Move the corrections among a rank's parameters (by canonical name) by `rate`: up of an expert with less than the mean load of
+    its layer, down of one with more (DeepSeek-V3, section 2.1.2). load: [layers, experts] tokens of the whole batch. frozen:
+    Hugging Face names of those that stay."""
+    for name, parameter in parameters.items():
+        layer = int(name.split(".")[2]) if name.endswith(CORRECTION.local) else -1
+        if layer >= 0 and hf_layer(layer) + CORRECTION.name not in frozen:
+            of_layer = load[layer]
+            parameter.add_((of_layer.mean() - of_layer).sign().to(parameter.dtype), alpha=rate)
+
+
 class SequenceRouter(Router):
-    """Softmax top-k router in fp32. Its balancing loss is that of DeepSeek-V3, eq. 17-20 (arXiv:2412.19437), per sequence:
+    """Top-k router in fp32, by softmax or sigmoid. Its balancing loss is that of DeepSeek-V3, eq. 17-20 (arXiv:2412.19437):
 
         L_b = sum_i f_i P_i,  f_i = E / (K T_b) * (tokens of b that chose expert i),  P_i = mean over b of the score of expert i
 
     Padding is ignored. The tp and cp ranks of a sequence sum their choices, and each takes the gradient of its own tokens' scores.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **newer: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, moe: MoeArch, **newer: Any
+    ) -> None:
         super().__init__(config, pg_collection, **newer)  # since Megatron-core 0.17: whether its layer predicts further tokens
+        self.moe = moe
+        if moe.sigmoid:
+            # In fp32 in a model of any type: sums of scores and corrections of all experts must not tie. No gradient reaches it.
+            self.correction = torch.nn.Parameter(torch.zeros(moe.num_experts), requires_grad=False)
         if not config.use_cpu_initialization:
             # Megatron creates this weight on the host and moves it at the first forward: too late for DDP's gradient buffers.
-            self.weight.data = self.weight.data.to(torch.cuda.current_device())
+            for parameter in self.parameters():
+                parameter.data = parameter.data.to(torch.cuda.current_device())
         self.state: RouterState | None = None
         self._packed: PackedSequences | None = None
 
@@ -133,16 +225,50 @@ class SequenceRouter(Router):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route this rank's tokens [t, 1, H]: weight of each expert [t, experts] fp32, 0 if not chosen, and the choice, bool."""
-        return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
+        logits = _RouterLinear.apply(input.flatten(0, -2), self.weight)
+        return self.routing(logits if self.bias is None else logits + self.bias.float())
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        probs, chosen = topk_routing_with_score_function(
-            logits, self.config.moe_router_topk, use_pre_softmax=self.config.moe_router_pre_softmax
+        replay = self._replay()
+        probs, chosen = (
+            self._by_sigmoids(logits, replay)
+            if self.moe.sigmoid
+            else topk_routing_with_score_function(
+                logits, self.config.moe_router_topk, use_pre_softmax=self.config.moe_router_pre_softmax, router_replay=replay
+            )
         )
         # Under recomputation the first forward runs without gradients: only the second counts.
         if self.training and torch.is_grad_enabled() and self.state is not None:
             probs = self._balance(self.state, logits, probs, chosen)
         return probs, chosen
+
+    def _by_sigmoids(self, logits: Tensor, replay: Replay | None) -> tuple[Tensor, Tensor]:
+        """Route as DeepSeek-V3 does (eq. 12-16): weights [t, experts] fp32 and the choice, bool."""
+        moe, scores = self.moe, logits.sigmoid()
+        with torch.no_grad():
+            ranked = scores + self.correction
+            if moe.groups > 1:
+                # Megatron's group_limited_topk adds up the best top_k / top_groups scores of a group, DeepSeek the best two.
+                grouped = ranked.view(len(ranked), moe.groups, -1)
+                best = grouped.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+                allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+                ranked = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+            chosen = ranked.topk(moe.top_k, dim=-1).indices
+            chosen = chosen if replay is None else replay.of(chosen)
+        weights = scores.gather(1, chosen)
+        if moe.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        probs = torch.zeros_like(scores).scatter(1, chosen, weights * moe.scaling)
+        return probs, torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
+
+    def _replay(self) -> Any:
+        """Return what takes the choice from this micro-batch's routes, as Megatron calls it; None without routes."""
+        if self._packed is None or self._packed.routes is None:
+            return None
+        assert self.layer_number is not None and self.state is not None
+        layers = cast(list[int], self.config.moe_layer_freq)  # of `moe_config`
+        top_k, before = self.config.moe_router_topk, sum(layers[: self.layer_number - 1])
+        return Replay(self._packed.routes[:, before * top_k : (before + 1) * top_k].long(), self.state.replayed)
 
     def _balance(self, state: RouterState, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         assert self._packed is not None, "the router ran outside its layer"
@@ -167,9 +293,33 @@ class SequenceRouter(Router):
             # A sequence of padding alone has no tokens.
             slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
             slope = slope[sequence] * real[:, None]
-        loss = (torch.softmax(logits, dim=-1) * slope).sum()
+        scores = normalize(logits.sigmoid(), p=1, dim=-1) if self.moe.sigmoid else torch.softmax(logits, dim=-1)
+        loss = (scores * slope).sum()
         state.loss[self.layer_number - 1] += loss.detach()
         return _AttachLoss.apply(probs, loss, state.scale)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A router's choice that the sampler made. routes: [t, top_k] int64, NO_ID in a row whose token chooses itself. counts: [2],
+    gains the replayed choices, and those with another expert than the router's own."""
+
+    routes: Tensor
+    counts: Tensor
+
+    def of(self, own: Tensor) -> Tensor:
+        """Return the experts in place of the router's choice [t, top_k]."""
+        given = (self.routes != NO_ID).all(1)
+        other = given & (self.routes.sort(1).values != own.sort(1).values).any(1)
+        self.counts.add_(torch.stack([given.sum(), other.sum()]))
+        return torch.where(given[:, None], self.routes, own)
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., tuple]
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and experts, as Megatron's routing asks for them (its `RouterReplay` keeps them in global lists)."""
+        chosen = self.of(choose(scores, topk, num_groups=num_groups, group_topk=group_topk)[1])
+        return scores.gather(1, chosen), chosen
 
 
 def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -219,9 +369,13 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Make DDP and the optimizer reduce expert weights over the expert groups, for any sizes."""
+    """Make DDP and the optimizer reduce expert weights over the expert groups, for any sizes. A gate of shared experts goes to the
+    device."""
     for module in model.modules():
-        if isinstance(module, (SequentialMLP, TEGroupedMLP)):
+        if isinstance(module, SharedExpertMLP) and module.gate_weight is not None and not module.config.use_cpu_initialization:
+            # Megatron makes it on the host, as a router's weight.
+            module.gate_weight.data = module.gate_weight.data.to(torch.cuda.current_device())
+        if isinstance(module, (SequentialMLP, TEGroupedMLP, ClampedExperts)):
             for parameter in module.parameters():
                 # Megatron does this only if ep > 1. With ep = 1 and etp < tp under sequence parallel the tp ranks hold copies of an
                 # expert that saw different tokens: reduced over the dense data-parallel group, their gradients would differ.

@@ -16,7 +16,7 @@ from megappo.config.role_sections import LoraConfig
 from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.gather import Gather
-from megappo.models.lora import adapted_of
+from megappo.models.lora import adapted_of, expert_of
 from megappo.models.pieces import PieceMap, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
@@ -58,7 +58,8 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
 
 def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path) -> dict[str, Any]:
     """Make adapter_config.json of tensors with these names."""
-    kinds = sorted({module.rpartition(".")[2] for module in adapted_of(names)})
+    modules = adapted_of(names)
+    kinds = sorted({module.rpartition(".")[2] for module in modules})
     value_head = VALUE_HEAD in names
     return {
         "peft_type": "LORA",
@@ -66,7 +67,8 @@ def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path) -> dict
         "base_model_name_or_path": str(source),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        # PEFT loads no adapters of experts with dropout, which is of training alone.
+        "lora_dropout": 0.0 if any(map(expert_of, modules)) else lora.dropout,
         "use_rslora": False,
         "target_modules": kinds if isinstance(lora.targets, str) else list(lora.targets),
         # PEFT loads the head as a whole layer, not as an adapter.

@@ -41,7 +41,8 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`box` of HF tensor `hf` at (row, col) of local tensor `local`; `slot` is the leading index of a 3-D local tensor."""
+    """`box` of HF tensor `hf` at (row, col) of local tensor `local`; `slot` is the leading index of a 3-D local tensor. turned: the
+    local tensor holds the box transposed."""
 
     hf: str
     box: Box
@@ -49,6 +50,14 @@ class Piece(NamedTuple):
     row: int
     col: int
     slot: int = 0
+    turned: bool = False
+
+    def place_of(self, box: Box) -> Box:
+        """Return where a part of this piece's box lies in its slot of the local tensor."""
+        r0, c0, rows, cols = box.r0 - self.box.r0, box.c0 - self.box.c0, box.rows, box.cols
+        if self.turned:
+            r0, c0, rows, cols = c0, r0, cols, rows
+        return Box(self.row + r0, self.row + r0 + rows, self.col + c0, self.col + c0 + cols)
 
 
 def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
@@ -135,8 +144,8 @@ def sizes_of(pieces: PieceMap) -> dict[str, tuple[int, int]]:
 
 
 def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-    """View [rows, cols] of a 1-D, 2-D or 3-D tensor."""
-    matrix = tensor[slot] if tensor.dim() == 3 else as_2d(tensor)
+    """View [rows, cols] of a 1-D, 2-D or 3-D tensor; [n, 1, k], the kernels of a depthwise convolution, is one matrix."""
+    matrix = tensor[slot] if tensor.dim() == 3 and tensor.size(1) > 1 else as_2d(tensor)
     return matrix[row : row + rows, col : col + cols]
 
 

@@ -5,10 +5,14 @@ Runs on any device; memory grows with the square of the longest sequence.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megappo.models.attention import Grouping, band, by_length
+from megappo.models.attention import Grouping, PackedAttention, PackedSequences, band, by_length
 
 
 def plain_attention(
@@ -43,3 +47,19 @@ def _attend(
         scores = torch.cat([scores, sink], dim=-1)
     shares = scores.softmax(dim=-1)[..., :length].to(v.dtype)
     return torch.einsum("bkgij,bjkd->bikgd", shares, v).reshape(sequences, length, heads, dim)
+
+
+class SinkAttention(PackedAttention):
+    """Core attention with a learned sink for each query head (gpt-oss), cut over tp with the heads."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        context = packed.context
+        sinks = self.sinks if context is None else self.sinks.view(context.size, -1)[context.rank]  # of the exchanged heads
+        return plain_attention(query, key, value, packed.grouping(), self.scale, window=self.window, sinks=sinks)

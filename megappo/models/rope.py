@@ -76,6 +76,11 @@ def _yarn_attention_factor(rope: Rope) -> float:
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Make cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
     angles = positions[:, None].float() * moved(inv_freq, positions.device)  # in bf16 position 257 would be 256
+    return tables_of(angles, factor, dtype)
+
+
+def tables_of(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Make cos and sin of angles [T, head_dim / 2] as `rotary_table` does."""
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # both halves of a head turn by the same angles
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
@@ -88,6 +93,14 @@ def query_scale(positions: Tensor, rope: Rope, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim]; the two halves of a head are the real and imaginary parts."""
+    """Rotate x [T, heads, head_dim]; the two halves of a head are the real and imaginary parts. A table of fewer channels than a
+    head has rotates its first ones."""
+    if (channels := cos.size(-1)) < x.size(-1):
+        return torch.cat((rotate(x[..., :channels], cos, sin), x[..., channels:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def deinterleaved(x: Tensor) -> Tensor:
+    """Bring real and imaginary parts from DeepSeek's order, in which each pair stands together, to that of `rotate`."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)

@@ -8,8 +8,9 @@ have the tensors' names, except those that hold all experts of a layer (`ModelAr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from megappo.models.arch import ModelArch, OwnParameter, Part
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, shape_as_2d
@@ -90,6 +91,32 @@ def shards_of(
 
 
 # ------------------------------------------------------------------------------------------ parameters of transformers' own class
+
+
+class Stack(NamedTuple):
+    """Adapters of one matrix of every expert of a layer: one A [experts, rank, columns] and one B [experts, rows, rank], which are
+    cut by experts as the parameter that holds the matrices."""
+
+    name: str  # of both parameters without their endings
+    parameter: str  # [experts, ...]
+    row: int  # of the matrix in its expert's part of it
+    modules: tuple[str, ...]  # by expert
+
+
+def stacks_of(arch: ModelArch, modules: Collection[str]) -> list[Stack]:
+    """Find the stacks of adapted modules (`lora.adapted_modules`) in a model of transformers' own class."""
+    found: list[Stack] = []
+    for one in arch.own:
+        by_row: dict[int, dict[int, str]] = {}
+        for part in one.parts if len(one.shape) == 3 else ():
+            if (module := part.hf.removesuffix(".weight")) in modules:
+                expert, row = divmod(part.row, one.shape[1])
+                by_row.setdefault(row, {})[expert] = module
+        layer = one.name.rpartition(".")[0]
+        for row, of_expert in by_row.items():
+            names = tuple(of_expert[expert] for expert in range(one.shape[0]))
+            found.append(Stack(f"{layer}.lora.{names[0].rpartition('.')[2]}", one.name, row, names))
+    return found
 
 
 def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParameter, ...]:

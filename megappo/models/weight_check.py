@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Literal
 
 from megappo.models.arch import ModelArch
+from megappo.models.families.registry import FAMILIES
 from megappo.models.fp8 import SCALE_SUFFIX
+from megappo.models.hf_config import read_config, text_config
 from megappo.models.hf_tensors import CheckpointReader, LazySlice, read_box
+from megappo.models.mxfp4 import SCALES
 from megappo.models.pieces import Box
-from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_tensors
+from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_layer, hf_tensors
 
 ValueHeadSource = Literal["zero", "normal", "checkpoint"]
 
 # transformers' token and sequence classifiers, then TRL's AutoModelForCausalLMWithValueHead
 _HEAD_NAMES = (VALUE_HEAD, "v_head.summary.weight", "v_head.weight")
 _PREFIX = "model."
-# Angles that are computed from config.json, and scales of fp8, of which those of weights are read with them.
-_COMPUTED = (".inv_freq", SCALE_SUFFIX, ".activation_scale", ".input_scale")
+# Angles that are computed from config.json, and scales of fp8 and mxfp4, of which those of weights are read with them.
+_COMPUTED = (".inv_freq", SCALE_SUFFIX, SCALES, ".activation_scale", ".input_scale")
 _OTHER_HEADS = "set critic.value_head to zero or normal"
 _ROWS = 4096  # of an embedding that are compared at once
 
@@ -57,7 +60,17 @@ def _surplus(reader: CheckpointReader, arch: ModelArch) -> dict[str, list[int]]:
     prefix = str(reader.find(first)).removesuffix(first.removeprefix(_PREFIX))
     inside = prefix if prefix not in ("", _PREFIX) else ""  # of a model beside a vision tower
     unread = reader.unread((*of_model, OUTPUT))  # a value model leaves the output projection
-    return {name: shape for name, shape in unread.items() if name.startswith(inside) and not name.endswith(_COMPUTED)}
+    passed = further_layers_of(reader.path, arch)
+    found = {name: shape for name, shape in unread.items() if name.startswith(inside) and not name.endswith(_COMPUTED)}
+    return {name: shape for name, shape in found.items() if not name.startswith(passed)}
+
+
+def further_layers_of(path: str | Path, arch: ModelArch) -> tuple[str, ...]:
+    """Prefixes of the layers behind the last that predict further tokens: an export copies them (`hf_export.py`)."""
+    if (family := FAMILIES.get(arch.family)) is not None and family.further_layers is not None:
+        return (family.further_layers,)
+    more = text_config(read_config(path)).get("num_nextn_predict_layers") or 0
+    return tuple(hf_layer(arch.num_layers + layer) for layer in range(more))
 
 
 def check_values(path: str | Path, arch: ModelArch, value_head: ValueHeadSource | None) -> None:

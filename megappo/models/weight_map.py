@@ -7,11 +7,12 @@ of the text-only architecture (`model.layers.0...`); `hf_tensors.py` knows other
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
-from megappo.models.arch import ModelArch, check_ep, check_tp, padded_vocab, vocab_shard
+from megappo.models.arch import Kind, ModelArch, check_ep, check_tp, padded_vocab, vocab_shard
 from megappo.models.families.registry import FAMILIES
-from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
-from megappo.models.weight_rules import Cut, Rule, Shape
+from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, shape_as_2d
+from megappo.models.weight_rules import CORRECTION, Cut, Rule, Shape
 from megappo.parallel.layout import Coordinates, ParallelLayout
 
 EMBEDDING, FINAL_NORM, OUTPUT, VALUE_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
@@ -30,7 +31,21 @@ def local_layer(layer: int) -> str:
 
 def layer_rules(arch: ModelArch, layer: int) -> tuple[Rule, ...]:
     """Rules of a layer without those of its experts (see `expert_rules`)."""
-    return FAMILIES[arch.family].layer_rules(arch.is_sparse(layer))
+    return _kind_rules(arch, arch.kind(layer))
+
+
+@cache
+def _kind_rules(arch: ModelArch, kind: Kind) -> tuple[Rule, ...]:
+    rules = ((rule, rule.hf(arch).values()) for rule in FAMILIES[arch.family].layer_rules(kind))
+    return tuple(rule for rule, shapes in rules if shapes and not any(0 in shape for shape in shapes))
+
+
+def constants(arch: ModelArch) -> frozenset[str]:
+    """Names of the checkpoint's tensors that no gradient changes: buffers of transformers' class, such as corrections of experts'
+    scores. They are fp32 in a model of any dtype."""
+    if arch.own:
+        return frozenset(part.hf for one in arch.own if one.constant for part in one.parts)
+    return frozenset(name for name in hf_tensors(arch) if name.endswith(CORRECTION.name))
 
 
 def expert_rules(arch: ModelArch, expert: int) -> tuple[Rule, ...]:
@@ -70,6 +85,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
         for rule in rules:
             tensors.update({hf_layer(layer) + name: shape for name, shape in rule.hf(arch).items()})
     tensors[FINAL_NORM] = (arch.hidden_size,)
+    tensors.update(_tower(arch))
     if value_head:
         tensors[VALUE_HEAD] = (arch.head_rows, arch.hidden_size)
     elif not arch.tied_embeddings:
@@ -85,32 +101,44 @@ def hf_cuts(arch: ModelArch, value_head: bool = False) -> dict[str, Cut]:
     for layer in range(arch.num_layers):
         for rule in layer_rules(arch, layer):
             cuts.update({hf_layer(layer) + name: rule.cut for name in rule.hf(arch)})
+    cuts.update((name, Cut(None)) for name, _ in _tower(arch))
     return {name: cuts[name] for name in hf_tensors(arch, value_head) if name in cuts}
 
 
 def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> dict[str, Shape]:
     """Parameters of one rank by canonical name (`models/gpt.py`). ValueError if the layout does not fit the architecture."""
+    at = layout.coordinates(rank)
+    shapes, behind = end_shapes(arch, layout, at.pp, value_head)
+    of_kind: dict[Kind, list[tuple[str, Shape]]] = {}
+    for layer in layout.stage_layers(arch.num_layers, at.pp):
+        kind, prefix = arch.kind(layer), local_layer(layer)
+        if kind not in of_kind:
+            of_kind[kind] = layer_shapes(arch, layout, at, layer)
+        shapes.update((prefix + name, shape) for name, shape in of_kind[kind])
+    return shapes | behind
+
+
+def end_shapes(
+    arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False
+) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Parameters of a rank of a stage (before its layers, behind them) by canonical name. ValueError as in `local_shapes`."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
-    at = layout.coordinates(rank)
     vocab_rows = (padded_vocab(arch, layout.tp) // layout.tp, arch.hidden_size)
-    shapes: dict[str, Shape] = {}
-    if at.pp == 0:
-        shapes[LOCAL_EMBEDDING] = vocab_rows
-    # Once for layers with experts, once for those without: a search of layouts asks thousands of times.
-    of_kind: dict[bool, list[tuple[str, Shape]]] = {}
-    for layer in layout.stage_layers(arch.num_layers, at.pp):
-        kind, prefix = arch.is_sparse(layer), local_layer(layer)
-        if kind not in of_kind:
-            of_kind[kind] = [(rule.local, rule.shape(arch, ranks)) for rule, ranks, _ in _rank_rules(arch, layout, at, layer)]
-        shapes.update((prefix + name, shape) for name, shape in of_kind[kind])
-    if at.pp == layout.pp - 1:
-        shapes[LOCAL_FINAL_NORM] = (arch.hidden_size,)
-        if value_head:
-            shapes[LOCAL_VALUE_HEAD] = (arch.head_rows, arch.hidden_size)
-        elif not arch.tied_embeddings or layout.pp > 1:  # tied: the last stage of a pipeline has its own copy
-            shapes[LOCAL_OUTPUT] = vocab_rows
-    return shapes
+    before: dict[str, Shape] = {LOCAL_EMBEDDING: vocab_rows, **dict(_tower(arch))} if stage == 0 else {}
+    if stage < layout.pp - 1:
+        return before, {}
+    behind: dict[str, Shape] = {LOCAL_FINAL_NORM: (arch.hidden_size,)}
+    if value_head:
+        behind[LOCAL_VALUE_HEAD] = (arch.head_rows, arch.hidden_size)
+    elif not arch.tied_embeddings or layout.pp > 1:  # tied: the last stage of a pipeline has its own copy
+        behind[LOCAL_OUTPUT] = vocab_rows
+    return before, behind
+
+
+def layer_shapes(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer: int) -> list[tuple[str, Shape]]:
+    """(name behind `local_layer`, shape) of the parameters of a layer on a rank."""
+    return [(rule.local, rule.shape(arch, ranks)) for rule, ranks, _ in _rank_rules(arch, layout, at, layer)]
 
 
 def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> list[Piece]:
@@ -129,15 +157,15 @@ def piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False)
     stage = at[: layout.ranks_per_stage]  # every stage is laid out like the first
     templates = [PieceMap.of({rank: _outside_layers(arch, layout, one, value_head) for rank, one in enumerate(at)}).templates[0]]
     sections = [Section("", "", 0, 0)]
-    kinds: dict[bool, int] = {}
+    kinds: dict[Kind, int] = {}
     stage_of = {layer: pp for pp in range(layout.pp) for layer in layout.stage_layers(arch.num_layers, pp)}
     for layer in range(arch.num_layers):
-        sparse = arch.is_sparse(layer)
-        if sparse not in kinds:
-            kinds[sparse] = len(templates)
+        kind = arch.kind(layer)
+        if kind not in kinds:
+            kinds[kind] = len(templates)
             templates.append(_layer_template(arch, layout, stage, layer))
         first = stage_of[layer] * layout.ranks_per_stage
-        sections.append(Section(hf_layer(layer), local_layer(layer), kinds[sparse], first))
+        sections.append(Section(hf_layer(layer), local_layer(layer), kinds[kind], first))
     return PieceMap(layout.world_size, tuple(templates), tuple(sections))
 
 
@@ -170,7 +198,7 @@ def _rule_pieces(arch: ModelArch, rule: Rule, ranks: int, index: int) -> list[Pi
 
 
 def _outside_layers(arch: ModelArch, layout: ParallelLayout, at: Coordinates, value_head: bool) -> list[Piece]:
-    pieces = _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_EMBEDDING) if at.pp == 0 else []
+    pieces = [*_vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_EMBEDDING), *_tower_pieces(arch)] if at.pp == 0 else []
     if at.pp < layout.pp - 1:
         return pieces
     pieces.append(Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0))
@@ -181,6 +209,17 @@ def _outside_layers(arch: ModelArch, layout: ParallelLayout, at: Coordinates, va
     elif layout.pp > 1:
         pieces += _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_OUTPUT)
     return pieces
+
+
+def _tower(arch: ModelArch) -> tuple[tuple[str, Shape], ...]:
+    """Tensors of the tower of a vision-language model, whole on every rank of the first stage; none of a text-only one."""
+    return () if arch.vision is None else arch.vision.tensors
+
+
+def _tower_pieces(arch: ModelArch) -> Iterator[Piece]:
+    for name, shape in _tower(arch):
+        rows, cols = shape_as_2d(shape)
+        yield Piece(name, Box(0, rows, 0, cols), name, 0, 0)
 
 
 def _vocab_piece(arch: ModelArch, tp: int, tp_rank: int, hf: str, local: str) -> list[Piece]:

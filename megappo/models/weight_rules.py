@@ -35,7 +35,9 @@ class Rule(Protocol):
         """Cut of each of its Hugging Face tensors."""
         ...
 
-    def hf(self, arch: ModelArch) -> dict[str, Shape]: ...
+    def hf(self, arch: ModelArch) -> dict[str, Shape]:
+        """Shapes of its tensors; none, or an empty one, if a model of this family may be without them and this one is."""
+        ...
 
     def shape(self, arch: ModelArch, tp: int) -> Shape: ...
 
@@ -55,7 +57,7 @@ class Norm:
         return Cut(None, by_heads=self.size == "head_dim")
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        return {self.name: (getattr(arch, self.size),)}
+        return {} if self.cut.by_heads and not arch.qk_norm else {self.name: (getattr(arch, self.size),)}
 
     def shape(self, arch: ModelArch, tp: int) -> Shape:
         return (getattr(arch, self.size),)
@@ -65,28 +67,38 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Router:
-    """Router weight, one row per expert, the same on every rank."""
+class Matrix:
+    """A matrix, or without `cols` a vector, that tp cuts along `dim` into equal parts; dim None: every rank has a copy.
+    rows and cols are names of `_width`."""
 
     local: str
     name: str
-    cut = Cut(None)
+    rows: str
+    cols: str | None = None
+    dim: int | None = None
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.dim)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
         return {self.name: self.shape(arch, 1)}
 
     def shape(self, arch: ModelArch, tp: int) -> Shape:
-        assert arch.moe is not None
-        return arch.moe.num_experts, arch.hidden_size
+        sizes = [_width(arch, size) for size in (self.rows, self.cols) if size is not None]
+        return tuple(size // tp if axis == self.dim else size for axis, size in enumerate(sizes))
 
     def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
-        rows, cols = self.shape(arch, tp)
-        yield self.name, Box(0, rows, 0, cols), 0, 0
+        rows, cols = (*self.shape(arch, tp), 1)[:2]
+        r, c = (rank * size if axis == self.dim else 0 for axis, size in enumerate((rows, cols)))
+        yield self.name, Box(r, r + rows, c, c + cols), 0, 0
 
 
 @dataclass(frozen=True)
 class Qkv:
-    """Column-parallel projection, rows ordered by KV group: [its query heads | its key head | its value head]."""
+    """Column-parallel projection, rows ordered by KV group: [its query heads | its key head | its value head]. A gate of the output
+    is part of its query head.
+    With fewer groups than tp ranks each has a part of the query heads, and a copy of the key and value head."""
 
     local: str
     query: str
@@ -99,15 +111,26 @@ class Qkv:
         return () if self.bias else (arch.hidden_size,)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        rows, kv_rows = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        if self.bias and not arch.qkv_bias:
+            return {}
+        rows, kv_rows = arch.num_heads * arch.query_rows, arch.num_kv_heads * arch.head_dim
         return {name: (n, *self._cols(arch)) for name, n in ((self.query, rows), (self.key, kv_rows), (self.value, kv_rows))}
 
     def shape(self, arch: ModelArch, tp: int) -> Shape:
-        return ((arch.num_heads + 2 * arch.num_kv_heads) // tp * arch.head_dim, *self._cols(arch))
+        kv_heads = max(arch.num_kv_heads, tp)
+        return (arch.num_heads // tp * arch.query_rows + 2 * kv_heads // tp * arch.head_dim, *self._cols(arch))
 
     def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
         cols = 1 if self.bias else arch.hidden_size
-        query_rows, row = arch.heads_per_group * arch.head_dim, 0
+        if arch.kv_copies(tp) > 1:  # some query heads of a group, and a copy of its key and value head
+            rows, group = arch.num_heads // tp * arch.query_rows, rank * arch.num_kv_heads // tp
+            row = 0
+            kv = ((name, group, arch.head_dim) for name in (self.key, self.value))
+            for name, index, count in ((self.query, rank, rows), *kv):
+                yield name, Box(index * count, (index + 1) * count, 0, cols), row, 0
+                row += count
+            return
+        query_rows, row = arch.heads_per_group * arch.query_rows, 0
         groups = arch.num_kv_heads // tp
         for group in range(rank * groups, (rank + 1) * groups):
             for name, rows in ((self.query, query_rows), (self.key, arch.head_dim), (self.value, arch.head_dim)):
@@ -138,6 +161,35 @@ class GateUp:
 
 
 @dataclass(frozen=True)
+class DeltaRows:
+    """Rows of a gated delta net's tensors, cut by its heads: this rank's part of every block of rows, one below the other.
+    tensors: (Hugging Face name, names in `_width` of its blocks). kernel: of a depthwise convolution, [rows, 1, width]."""
+
+    local: str
+    tensors: tuple[tuple[str, tuple[str, ...]], ...]
+    kernel: bool = False
+    cut = Cut(0)
+
+    def hf(self, arch: ModelArch) -> dict[str, Shape]:
+        columns = (1, _width(arch, "delta width")) if self.kernel else (arch.hidden_size,)
+        return {name: (sum(_width(arch, block) for block in blocks), *columns) for name, blocks in self.tensors}
+
+    def shape(self, arch: ModelArch, tp: int) -> Shape:
+        shapes = list(self.hf(arch).values())
+        return sum(shape[0] for shape in shapes) // tp, shapes[0][-1]
+
+    def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
+        row, columns = 0, self.shape(arch, tp)[1]
+        for name, blocks in self.tensors:
+            first = 0
+            for block in blocks:
+                rows = _width(arch, block) // tp
+                start = first + rank * rows
+                yield name, Box(start, start + rows, 0, columns), row, 0
+                first, row = first + rows * tp, row + rows
+
+
+@dataclass(frozen=True)
 class RowParallel:
     """Output projection with input columns sharded over tp; `inputs` says which columns (`_width`)."""
 
@@ -157,11 +209,55 @@ class RowParallel:
         yield self.name, Box(0, arch.hidden_size, rank * cols, (rank + 1) * cols), 0, 0
 
 
-def _width(arch: ModelArch, what: str) -> int:
-    if what == "expert":
+@dataclass(frozen=True)
+class OfStack:
+    """One expert's matrix [rows, cols], or without `rows` its vector as a row, in a checkpoint tensor of all experts of a layer;
+    etp cuts `dim`. rows and cols are names of `_width`."""
+
+    local: str
+    name: str
+    expert: int
+    rows: str | None
+    cols: str
+    dim: int
+    cut = Cut(None)
+
+    def _size(self, arch: ModelArch) -> tuple[int, int]:
+        return 1 if self.rows is None else _width(arch, self.rows), _width(arch, self.cols)
+
+    def hf(self, arch: ModelArch) -> dict[str, Shape]:
         assert arch.moe is not None
-        return arch.moe.ffn_size
-    return {"heads": arch.num_heads * arch.head_dim, "ffn": arch.ffn_size}[what]
+        rows, cols = self._size(arch)
+        return {self.name: (arch.moe.num_experts, cols) if self.rows is None else (arch.moe.num_experts, rows, cols)}
+
+    def shape(self, arch: ModelArch, tp: int) -> Shape:
+        return tuple(size // tp if axis == self.dim else size for axis, size in enumerate(self._size(arch)))
+
+    def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
+        rows, cols = self.shape(arch, tp)
+        r, c = (rank * size if axis == self.dim else 0 for axis, size in enumerate((rows, cols)))
+        r += self.expert * self._size(arch)[0]  # seen as a matrix, the experts lie one below the other
+        yield self.name, Box(r, r + rows, c, c + cols), 0, 0
+
+
+def _width(arch: ModelArch, what: str) -> int:
+    if what in ("expert", "gate and up", "experts", "shared"):
+        assert arch.moe is not None
+        ffn = arch.moe.ffn_size
+        return {"expert": ffn, "gate and up": 2 * ffn, "experts": arch.moe.num_experts, "shared": arch.moe.shared_size}[what]
+    if what.startswith("latent"):
+        assert arch.latent is not None
+        q_rank, kv_rank, nope, rope, value = arch.latent
+        queries, heads = arch.num_heads * (nope + rope), arch.num_heads
+        of_queries = {"latent q": q_rank or 0, "latent queries": queries, "latent q alone": 0 if q_rank else queries}
+        return {**of_queries, "latent kv": kv_rank, "latent down": kv_rank + rope, "latent up": heads * (nope + value)}[what]
+    if what.startswith("delta"):
+        assert arch.delta is not None
+        keys, values, heads = arch.delta.keys, arch.delta.values, arch.delta.value_heads
+        of_projections = {"delta qkvz": 2 * (keys + values), "delta ba": 2 * heads, "delta keys": keys, "delta values": values}
+        return {**of_projections, "delta heads": heads, "delta head": arch.delta.value_dim, "delta width": arch.delta.width}[what]
+    sizes = {"heads": arch.num_heads * arch.head_dim, "each head": arch.num_heads, "one": 1}
+    return {**sizes, "ffn": arch.ffn_size, "hidden": arch.hidden_size}[what]
 
 
 MLP: tuple[Rule, ...] = (
@@ -176,10 +272,58 @@ PRE_NORM_LAYER: tuple[Rule, ...] = (
     *MLP,
 )
 """The layer of llama: a norm before attention and one before the MLP, no biases."""
+SANDWICH_LAYER: tuple[Rule, ...] = (
+    *PRE_NORM_LAYER[:3],
+    Norm("post_self_attn_layernorm.weight", "post_attention_layernorm.weight"),
+    Norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
+    *MLP,
+    Norm("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
+)
+"""The layer of Gemma 2 and 3: norms before and behind attention and the MLP."""
 QKV_BIAS: tuple[Rule, ...] = (
     Qkv("self_attention.linear_qkv.bias", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", bias=True),
 )
+OUTPUT_BIAS = Matrix("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden")
+SINKS = Matrix("self_attention.core_attention.sinks", "self_attn.sinks", "each head", None, 0)
 HEAD_NORMS: tuple[Rule, ...] = (
     Norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim"),
     Norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head_dim"),
+)
+ROUTER = Matrix("mlp.router.weight", "mlp.gate.weight", "experts", "hidden")
+CORRECTION = Matrix("mlp.router.correction", "mlp.gate.e_score_correction_bias", "experts")
+SHARED_EXPERTS: tuple[Rule, ...] = (
+    GateUp(
+        "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "shared"
+    ),
+    RowParallel("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", "shared"),
+)
+_ATTENTION = "self_attention."
+LATENT_LAYER: tuple[Rule, ...] = (
+    *(rule for rule in PRE_NORM_LAYER if not rule.local.startswith(_ATTENTION)),
+    Matrix(_ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "latent q alone", "hidden", 0),
+    Matrix(_ATTENTION + "linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "latent q", "hidden"),
+    Matrix(_ATTENTION + "q_layernorm.weight", "self_attn.q_a_layernorm.weight", "latent q"),
+    Matrix(_ATTENTION + "linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "latent queries", "latent q", 0),
+    Matrix(_ATTENTION + "linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent down", "hidden"),
+    Matrix(_ATTENTION + "kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", "latent kv"),
+    Matrix(_ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "latent up", "latent kv", 0),
+    RowParallel(_ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "heads"),
+)
+"""The layer of DeepSeek-V3 (`models/latent.py`)."""
+DELTA_NET: tuple[Rule, ...] = (
+    DeltaRows(
+        _ATTENTION + "conv1d.weight", (("linear_attn.conv1d.weight", ("delta keys", "delta keys", "delta values")),), kernel=True
+    ),
+    Matrix(_ATTENTION + "A_log", "linear_attn.A_log", "delta heads", None, 0),
+    Matrix(_ATTENTION + "dt_bias", "linear_attn.dt_bias", "delta heads", None, 0),
+    Matrix(_ATTENTION + "norm.weight", "linear_attn.norm.weight", "delta head"),
+    RowParallel(_ATTENTION + "out_proj.weight", "linear_attn.out_proj.weight", "delta values"),
+)
+"""A gated delta net without its input projections (`models/delta.py`)."""
+GATED_SHARED_EXPERT: tuple[Rule, ...] = (
+    GateUp(
+        "mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight", "shared"
+    ),
+    RowParallel("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight", "shared"),
+    Matrix("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden"),
 )

@@ -1,6 +1,6 @@
-"""Patches that run Megatron-core on a machine without CUDA, over gloo. Megatron-core 0.16 writes the device as 'cuda' and checks
-tensor types by the name 'torch.cuda.FloatTensor'. These literals are replaced inside the few functions that run here; torch itself
-is shared with vLLM. A missing literal is an error: Megatron-core has changed."""
+"""Patches that run Megatron-core on a machine without CUDA, over gloo. Megatron-core (0.16 to 0.19) writes the device as 'cuda' and
+checks tensor types by the name 'torch.cuda.FloatTensor'. These literals are replaced inside the few functions that run here; torch
+itself is shared with vLLM. A missing literal is an error: Megatron-core has changed."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ def _patch_torch() -> None:
     setattr(torch.cuda, "current_device", current_device)
     # The exchange of tensor shapes between pipeline stages waits for the device.
     setattr(torch.cuda, "synchronize", lambda *args, **kwargs: None)
+    # Megatron-core 0.19 asks for it to hand it to the exchange of tokens.
+    setattr(torch.cuda, "current_stream", lambda *args, **kwargs: None)
     # Tied embeddings (language_module.py) and optimizer reload call .cuda() on tensors and modules.
     setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     setattr(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)

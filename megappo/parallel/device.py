@@ -72,10 +72,12 @@ def start_alone(device: torch.device) -> None:
     start_distributed(device)
 
 
-def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
+def start_distributed(
+    device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig(), part: tuple[str, Sequence[int]] | None = None
+) -> None:
     """Join the world that torchrun described in the environment, unless one exists, and prepare Megatron-core for the device.
-    ValueError on rank 0 if another process has the world's port, where the environment describes no world, and on all ranks for
-    GPUs of several kinds."""
+    part: name and ranks of a world of some of them instead, later than the others. ValueError on rank 0 if another process has the
+    world's port, where the environment describes no world, and on all ranks for GPUs of several kinds."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         for name, value in _NCCL_DEFAULTS.items():
@@ -100,17 +102,32 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
                 "torchrun or srun, or unset both, and `megappo train` starts them itself"
             ) from None
         store.set_timeout(limit)
+        name = "megappo"
+        if part is not None:
+            name, ranks = part
+            rank, world_size = ranks.index(rank), len(ranks)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("megappo", store),
+            store=dist.PrefixStore(name, store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeouts.meeting_s),  # on the host, ranks meet after work of different length
         )
+        if part is not None:
+            setattr(dist.distributed_c10d._world, "ranks_of_run", part[1])
         set_limit(world_group(), timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
         if device.type == "cuda":
             require_one_kind(gathered(torch.cuda.get_device_name(device)))
+
+
+def job_store() -> Any:
+    """Return a connection of its own to the store through which the job's ranks have met, whatever world they are in now: a wait
+    on another one holds that one."""
+    store: Any = dist.distributed_c10d._get_default_store()  # its methods are missing in torch's stub
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.clone()
 
 
 def require_one_kind(names: Sequence[str]) -> None:

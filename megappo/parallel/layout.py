@@ -176,8 +176,11 @@ class ParallelLayout:
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """Return the global layer indices of one model chunk of a stage. ValueError if the layers do not split this way."""
+        position, parts = chunk * self.pp + stage, self.pp * self.vpp  # chunk 0 of every stage comes first
+        if not self.layers_per_stage and num_layers % parts == 0:
+            each = num_layers // parts
+            return range(position * each, (position + 1) * each)
         split = self._split(num_layers)
-        position = chunk * self.pp + stage  # chunk 0 of every stage comes first
         start = sum(split[:position])
         return range(start, start + split[position])
 
@@ -186,13 +189,10 @@ class ParallelLayout:
             yield from self.chunk_layers(num_layers, stage, chunk)
 
     def _split(self, num_layers: int) -> tuple[int, ...]:
-        parts = self.pp * self.vpp
         if not self.layers_per_stage:
-            if num_layers % parts:
-                vpp = f" x vpp {self.vpp} = {parts}" if self.vpp > 1 else ""
-                fix = "set layers_per_stage, or change pp or vpp"
-                raise ValueError(f"{num_layers} layers are not divisible by pp {self.pp}{vpp}; {fix}")
-            return (num_layers // parts,) * parts
+            vpp = f" x vpp {self.vpp} = {self.pp * self.vpp}" if self.vpp > 1 else ""
+            fix = "set layers_per_stage, or change pp or vpp"
+            raise ValueError(f"{num_layers} layers are not divisible by pp {self.pp}{vpp}; {fix}")
         if sum(self.layers_per_stage) != num_layers:
             given = f"layers_per_stage {list(self.layers_per_stage)} adds up to {sum(self.layers_per_stage)}"
             raise ValueError(f"{given}, the model has {num_layers} layers")

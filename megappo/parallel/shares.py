@@ -103,6 +103,30 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int, least: int = 1
 
 
 @dataclass(frozen=True)
+class Units:
+    """Groups of neighbouring sequences that stay in one micro-batch. lengths: tokens of each. sizes: its sequences; empty if each
+    is one sequence."""
+
+    lengths: list[int]
+    sizes: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, lengths: Tensor, sizes: Sequence[int]) -> Units:
+        """Group sequences by the sizes of their groups. lengths: [B] int64."""
+        if not sizes:
+            return cls(lengths.tolist())
+        assert sum(sizes) == len(lengths), f"groups of {sum(sizes)} sequences, and there are {len(lengths)}"
+        return cls([int(one.sum()) for one in lengths.split(list(sizes))], sizes)
+
+    def sequences(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the sequences of each part of the groups."""
+        if not self.sizes:
+            return [list(part) for part in parts]
+        ends = numpy.cumsum(self.sizes)
+        return [[one for unit in part for one in range(int(ends[unit]) - self.sizes[unit], int(ends[unit]))] for part in parts]
+
+
+@dataclass(frozen=True)
 class Shares:
     """World ranks of every share of a batch."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -59,7 +60,9 @@ class Scorer:
         self._parts, self._label_of = dict(parts), label_of
         self._started: list[_Started] = []
         self._early: dict[int, _Started] = {}
+        self._given: dict[int, dict[str, Verdict]] = {}
         self._retries_taken: dict[str, int] = {}
+        self._retries_given: Counter[str] = Counter()
 
     @property
     def streams(self) -> bool:
@@ -77,9 +80,10 @@ class Scorer:
         return [name for name in self.composition.names if name not in self._parts]
 
     def take_retries(self) -> dict[str, int]:
-        """Requests that this rank has sent again since the last call, for each part that retries."""
+        """Requests that this rank has sent again since the last call, and those given to it, for each part that retries."""
         now = {name: part.num_retries for name, part in self._parts.items() if isinstance(part, RetryingPart)}
-        new = {name: count - self._retries_taken.get(name, 0) for name, count in now.items()}
+        given, self._retries_given = self._retries_given, Counter()
+        new = {name: count - self._retries_taken.get(name, 0) + given[name] for name, count in now.items()}
         self._retries_taken.update(now)
         return new
 
@@ -106,6 +110,22 @@ class Scorer:
                     failure.set_exception(error)
         self._early |= started
 
+    def take_early(self) -> dict[int, dict[str, Verdict]]:
+        """Return the verdicts of early samples whose parts are all done, once, by number, without those of parts that failed."""
+        done = {number: one for number, one in self._early.items() if all(future.done() for future in one.futures.values())}
+        found: dict[int, dict[str, Verdict]] = {number: {} for number in done}
+        for number, one in done.items():
+            del self._early[number]
+            for name, future in one.futures.items():
+                with contextlib.suppress(RewardError):  # the owner starts it again, and names it
+                    found[number][name] = _verdict(one, name, future)
+        return found
+
+    def give_early(self, verdicts: Mapping[int, dict[str, Verdict]], retries: Mapping[str, int]) -> None:
+        """Take what `take_early` and `take_retries` have returned elsewhere, as if it were of early samples here."""
+        self._given |= verdicts
+        self._retries_given.update(retries)
+
     def hand_over(self) -> tuple[dict[int, Found], float]:
         """Return the values of early samples, by number, and the seconds in which they were computed so far.
         Values that have not begun are cancelled and left out: the owners of their samples start them."""
@@ -115,7 +135,9 @@ class Scorer:
             for one in self._early.values()
             for name in one.begun
         ]
-        return {number: _handed_over(one) for number, one in self._early.items()}, _covered(spans)
+        found: dict[int, Found] = {number: {**given} for number, given in self._given.items()}
+        self._given = {}
+        return found | {number: _handed_over(one) for number, one in self._early.items()}, _covered(spans)
 
     def finish_early(self) -> dict[int, dict[str, Verdict]]:
         """Return the verdicts that were being computed at `hand_over`, once all are there. Raises RewardError if a part failed."""
@@ -172,7 +194,7 @@ class Scorer:
         """Forget all samples, as after a failure of another rank, without waiting for values that are being computed."""
         for _, _, future in self._entries():
             future.cancel()
-        self._started, self._early = [], {}
+        self._started, self._early, self._given = [], {}, {}
 
     def finish(self) -> list[Judged]:
         """Wait for the verdicts of all submitted samples, return them in order, and empty the scorer.

@@ -15,6 +15,7 @@ from megappo.bridge.sync import Route, WeightSync
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import RolloutConfig
+from megappo.data.images import ImageStore
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
@@ -88,6 +89,14 @@ class PolicyPlace(NamedTuple):
         return piece_map(self.arch, self.layout)
 
 
+class Again(NamedTuple):
+    """A replica that was lost, and whose ranks are a world of their own since. replicas, world_size: of the run."""
+
+    replica: int
+    replicas: int
+    world_size: int
+
+
 def build_rollout(
     config: RolloutConfig,
     policy: Engine | None,
@@ -98,12 +107,15 @@ def build_rollout(
     max_sequence_tokens: int,
     device: torch.device,
     place: PolicyPlace | None = None,
+    images: ImageStore | None = None,
+    again: Again | None = None,
 ) -> RolloutEngine:
     """Build the engine of `rollout.engine` on `rollout.ranks` and connect it to the policy. Collective over the world.
 
     policy: None on ranks that it does not live on. settings: of the policy; vLLM ignores its `logits_dtype`. run: gives the seed
     and the limits of vLLM's groups and of meetings. max_sequence_tokens: longest prompt plus response. place: of the policy; None
-    if policy and engine live on all ranks. ValueError if vLLM is missing.
+    if policy and engine live on all ranks. images: that prompts name. again: if this replica alone is the world; the first
+    `VllmEngine.reroute` connects it. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
         if policy is None:  # it samples where the policy is
@@ -114,8 +126,9 @@ def build_rollout(
     if place is not None:
         ranks = placement_of(config.ranks, place.placement.world_size)
         route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
-        subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, run.timeouts)
-        if dist.get_rank() not in ranks:
+        if again is None and not ranks.is_whole:
+            subworld = prepare_rollout_world(ranks.ranks, run.timeouts)
+        if again is None and dist.get_rank() not in ranks:
             shapes = None if lora is None else shapes_beside_base(place.arch, lora)
             return RolloutElsewhere("vllm", sync_of(policy, None, route, device, dtype, shapes))
     from megappo.rollout.vllm_engine import VllmEngine
@@ -124,7 +137,7 @@ def build_rollout(
     assert where is not None, "a policy without a place lives on all ranks"
     of_stop = str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None
     engine = VllmEngine(
-        VllmModel(settings.model, where.arch, dtype, max_sequence_tokens, run.seed, of_stop, lora),
+        VllmModel(settings.model, where.arch, dtype, max_sequence_tokens, run.seed, of_stop, lora, images),
         config,
         device=device,
         eos_token_ids=tokenizer.eos_ids,
@@ -133,5 +146,9 @@ def build_rollout(
         subworld=subworld,
         cache_after_push=None if config.max_staleness is None else config.cache_after_push,
     )
-    engine.connect(policy, route)
+    if again is None:
+        engine.connect(policy, route)
+    else:
+        assert route is not None, "an asynchronous run has a half of its own to sample"
+        engine.connect_later(route, again.replica, again.replicas)
     return engine

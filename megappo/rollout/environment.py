@@ -96,16 +96,19 @@ def with_environment(
     engine: RolloutEngine, prepared: PreparedEnvironment, config: TrainConfig, tokenizer: Tokenizer
 ) -> TurnsRollout:
     """Wrap the engine so that its responses are trajectories in this environment."""
-    settings, rollout = prepared.settings, config.rollout
-    return TurnsRollout(
-        engine,
-        environment_of(prepared, tokenizer, rollout.stop),
-        max_turns=settings.max_turns,
-        turn_tokens=settings.turn_tokens or longest_sequence_tokens(config),  # more than any sequence has room for
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        compaction=None if settings.compaction is None else _compaction(settings.compaction, prepared, config, tokenizer),
-        together=settings.join == "together",
-    )
+    environment, limits = environment_of(prepared, tokenizer, config.rollout.stop), limits_of(prepared, config, tokenizer)
+    return TurnsRollout(engine, environment, **limits, together=prepared.settings.join == "together")
+
+
+def limits_of(prepared: PreparedEnvironment, config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keyword arguments of `Trajectories`."""
+    settings = prepared.settings
+    return {
+        "max_turns": settings.max_turns,
+        "turn_tokens": settings.turn_tokens or longest_sequence_tokens(config),  # more than any sequence has room for
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "compaction": None if settings.compaction is None else _compaction(settings.compaction, prepared, config, tokenizer),
+    }
 
 
 def environment_of(

@@ -62,7 +62,10 @@ def generate(
     the start or the end. batch: its name in an asynchronous run, whose rollout half has begun it.
     """
     if isinstance(engine, RolloutHalf):
-        return engine.take(batch)
+        responses = engine.take(batch)
+        if on_finished is not None:
+            on_finished(responses)
+        return responses
     replica = engine.replica
     if replica is None:
         return []

@@ -14,13 +14,16 @@ from megappo.rollout.types import Response
 Figures = Mapping[str, float]
 
 
-def give_responses(responses: Sequence[Response], count: int, figures: Figures, training_ranks: int) -> None:
+def give_responses(
+    responses: Sequence[Response], count: int, figures: Figures, training_ranks: int, copies: Mapping[int, bytes] = {}
+) -> dict[int, bytes]:
     """Send the responses to a batch of `count` requests, numbered in it, to the training ranks: an even share of the numbers each.
-    figures: of this replica. Called on the first rank of a replica; the others give nothing."""
+    figures: of this replica. copies: for first ranks of other replicas; returns theirs, by rank. Called on the first rank of a
+    replica; the others give nothing."""
     shares: list[list[Response]] = [[] for _ in range(training_ranks)]
     for response in responses:
         shares[_owner(response.number, count, training_ranks)].append(response)
-    exchanged_by_rank({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)})
+    return exchanged_by_rank({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)} | dict(copies))
 
 
 def take_responses() -> tuple[list[Response], list[Figures]]:

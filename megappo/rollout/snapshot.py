@@ -7,20 +7,21 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy
 
-from megappo.rollout.types import KeptIds, Response, Segment, joined
-from megappo.rollout.vllm_outputs import Drawn
+from megappo.rollout.types import Context, Ids, KeptIds, Played, Response, Segment, joined
+from megappo.rollout.vllm_outputs import Drawn, Episode
 
-_COLUMNS = ("tokens", "logprobs", "counts", "ids")
+_COLUMNS = {"tokens": numpy.int32, "logprobs": numpy.float32, "counts": numpy.int32, "ids": numpy.int32}
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """running: what has been drawn for requests in work, by number in the engine, in their order there; empty for those that wait
-    in it. finished: responses that the training half does not have yet."""
+    in it. finished: responses that the training half does not have yet. is_dealt_anew: some requests are not with the replica that
+    they were dealt to at first, which was lost."""
 
     replica: int
     num_evaluations: int
@@ -28,39 +29,31 @@ class Snapshot:
     num_events: int
     running: Mapping[int, Drawn]
     finished: Sequence[Response]
+    is_dealt_anew: bool = False
 
     def encoded(self) -> bytes:
-        of = [self.replica, self.num_evaluations, self.engine_step, self.num_events]
+        of = [self.replica, self.num_evaluations, self.engine_step, self.num_events, self.is_dealt_anew]
         return packed(of, self.running, self.finished)
 
     @classmethod
     def decoded(cls, data: bytes) -> Snapshot:
-        (replica, num_evaluations, engine_step, num_events), running, finished = unpacked(data)
-        return cls(replica, num_evaluations, engine_step, num_events, running, finished)
+        (replica, num_evaluations, engine_step, num_events, *is_dealt_anew), running, finished = unpacked(data)
+        return cls(replica, num_evaluations, engine_step, num_events, running, finished, any(is_dealt_anew))
 
 
 def packed(about: Any, running: Mapping[int, Drawn], finished: Sequence[Response]) -> bytes:
     """Return JSON and columns of all tokens, nothing pickled. about: JSON value that goes with them. running, finished: as in
     `Snapshot`."""
-    samples = [(number, "", drawn) for number, drawn in running.items()]
-    samples += [(one.number, one.finish, Drawn(one.segments, () if one.kept is None else (one.kept,))) for one in finished]
-    segments = [segment for _, _, drawn in samples for segment in drawn.segments]
-    kept = [KeptIds.joined(drawn.kept) for _, _, drawn in samples]
+    to = _Writer()
     facts = {
         "about": about,
-        "samples": [(number, finish, len(drawn.segments)) for number, finish, drawn in samples],
-        "segments": [(len(segment.tokens), segment.version) for segment in segments],
-        "kept": [None if one is None else (len(one.counts), len(one.ids)) for one in kept],
+        "running": [(number, to.drawn(drawn)) for number, drawn in running.items()],
+        "finished": [to.response(one) for one in finished],
     }
     file = io.BytesIO()
-    numpy.savez(
-        file,
-        facts=numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8),
-        tokens=joined([one.tokens for one in segments], numpy.int32),
-        logprobs=joined([one.logprobs for one in segments], numpy.float32),
-        counts=joined([one.counts for one in kept if one is not None], numpy.int32),
-        ids=joined([one.ids for one in kept if one is not None], numpy.int32),
-    )
+    arrays = {name: joined(to.columns[name], dtype) for name, dtype in _COLUMNS.items()}
+    arrays["facts"] = numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8)
+    numpy.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
 
 
@@ -68,27 +61,79 @@ def unpacked(data: bytes) -> tuple[Any, dict[int, Drawn], list[Response]]:
     """Return the arguments of `packed`. ValueError if the bytes are something else."""
     with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
         facts: Any = json.loads(file["facts"].tobytes())
-        take = {name: _Column(file[name]) for name in _COLUMNS}
-    tokens, logprobs = take["tokens"], take["logprobs"]
-    segments = iter([Segment(tokens(length), logprobs(length), version) for length, version in facts["segments"]])
-    running: dict[int, Drawn] = {}
-    finished: list[Response] = []
-    for (number, finish, count), sizes in zip(facts["samples"], facts["kept"], strict=True):
-        parts = tuple(next(segments) for _ in range(count))
-        kept = None if sizes is None else KeptIds(take["counts"](sizes[0]), take["ids"](sizes[1]))
-        if finish:
-            finished.append(Response(number, parts, cast(Literal["stop", "length"], finish), kept))
-        else:
-            running[number] = Drawn(parts, () if kept is None else (kept,))
-    return facts["about"], running, finished
+        of = _Reader({name: file[name] for name in _COLUMNS})
+    running = {number: of.drawn(*fields) for number, fields in facts["running"]}
+    return facts["about"], running, [of.response(*fields) for fields in facts["finished"]]
 
 
-class _Column:
-    """Array that is taken piece by piece."""
+class _Writer:
+    """Puts arrays at the ends of the columns; returns JSON of all else, which `_Reader` takes in the same order."""
 
-    def __init__(self, values: numpy.ndarray) -> None:
-        self._values, self._taken = values, 0
+    def __init__(self) -> None:
+        self.columns: dict[str, list[numpy.ndarray]] = {name: [] for name in _COLUMNS}
 
-    def __call__(self, count: int) -> numpy.ndarray:
-        self._taken += count
-        return self._values[self._taken - count : self._taken]
+    def drawn(self, one: Drawn) -> list:
+        of_turn, episode = self._segments(one.segments, KeptIds.joined(one.kept)), one.episode
+        if episode is None:
+            return [*of_turn, None]
+        before, turn = self.response(episode.before), None if episode.turn is None else self.response(episode.turn)
+        return [*of_turn, [before, turn, self._ids(episode.observation)]]
+
+    def response(self, one: Response) -> list:
+        contexts = [[self._ids(context.prompt), *self._segments(context.segments, context.kept)] for context in one.contexts]
+        played = None if one.played is None else list(vars(one.played).values())
+        last = [self._ids(one.prompt), *self._segments(one.segments, one.kept)]
+        return [one.number, one.finish, contexts, last, one.fault, played, one.verdicts]
+
+    def _segments(self, segments: Sequence[Segment], kept: KeptIds | None) -> list:
+        facts = [(self._ids(one.tokens), one.logprobs is not None, one.version) for one in segments]
+        self.columns["logprobs"] += [one.logprobs for one in segments if one.logprobs is not None]
+        if kept is not None:
+            self.columns["counts"].append(kept.counts)
+            self.columns["ids"].append(kept.ids)
+        return [facts, None if kept is None else (len(kept.counts), len(kept.ids))]
+
+    def _ids(self, ids: Ids | None) -> int | None:
+        if ids is None:
+            return None
+        self.columns["tokens"].append(ids)
+        return len(ids)
+
+
+class _Reader:
+    def __init__(self, columns: Mapping[str, numpy.ndarray]) -> None:
+        self._columns, self._taken = columns, dict.fromkeys(columns, 0)
+
+    def drawn(self, segments: Any, kept: Any, of_episode: Any) -> Drawn:
+        of_turn, ids = self._segments(segments, kept)
+        episode = None
+        if of_episode is not None:
+            before, turn, observation = of_episode
+            last = self.response(*before), None if turn is None else self.response(*turn)
+            episode = Episode(*last, self._ids(observation))
+        return Drawn(of_turn, () if ids is None else (ids,), episode)
+
+    def response(
+        self, number: int, finish: Any, contexts: Any, last: Any, fault: str | None, played: Any, verdicts: Any
+    ) -> Response:
+        earlier = tuple(Context(self._take("tokens", prompt), *self._segments(*of)) for prompt, *of in contexts)
+        prompt = self._ids(last[0])
+        segments, kept = self._segments(*last[1:])
+        if played is not None:
+            turns, seconds, *rest = played
+            played = Played(turns, tuple(seconds), *rest)
+        return Response(number, segments, finish, kept, earlier, prompt, fault, played, verdicts=verdicts)
+
+    def _segments(self, segments: Any, kept: Any) -> tuple[tuple[Segment, ...], KeptIds | None]:
+        found = tuple(
+            Segment(self._take("tokens", length), self._take("logprobs", length) if sampled else None, version)
+            for length, sampled, version in segments
+        )
+        return found, None if kept is None else KeptIds(self._take("counts", kept[0]), self._take("ids", kept[1]))
+
+    def _ids(self, length: int | None) -> Ids | None:
+        return None if length is None else self._take("tokens", length)
+
+    def _take(self, name: str, count: int) -> numpy.ndarray:
+        self._taken[name] += count
+        return self._columns[name][self._taken[name] - count : self._taken[name]]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megappo.parallel.consensus import gathered
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import (
+    BATCH,
     Context,
     EnvironmentFault,
     Ids,
@@ -46,11 +47,17 @@ class Answer:
 
     observation: Sequence[int] | None
     """Ids that follow the turn; None ends the trajectory."""
-    seconds: float = 0.0
+    seconds: float | None = 0.0
+    """None if the environment was not asked."""
     is_late: bool = False
     """The answer took too long."""
     no_verdict: str = ""
     """Why the trajectory ends here without a score (`NoVerdict`); "" if it does not."""
+    fault: str | None = None
+    """The environment's failure (`EnvironmentFault`), which ends the trajectory."""
+
+
+UNASKED = Answer(None, None)
 
 
 class Asked(NamedTuple):
@@ -95,10 +102,11 @@ class Compaction:
 
 
 @dataclass
-class _Trajectory:
+class Trajectory:
     """A request and its trajectory so far; prompt, segments and kept belong to the current sequence."""
 
     request: Request
+    sampling: SamplingParams
     prompt: Ids
     segments: list[Segment] = field(default_factory=list)
     kept: list[KeptIds] = field(default_factory=list)
@@ -108,7 +116,7 @@ class _Trajectory:
     """Ids that follow the summary that was asked for; None if none was."""
     memo: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
-    """One per call of the environment; like memo and fault, on the rank that asks it."""
+    """One per call of the environment; memo is kept by the rank that asks it."""
     is_late: bool = False
     no_verdict: str = ""
     fault: str | None = None
@@ -133,7 +141,127 @@ class _Trajectory:
         self.prompt, self.segments, self.kept = numpy.asarray(prompt, numpy.int32), [], []
 
 
-class TurnsRollout:
+class Trajectories:
+    """Trajectories in work, and the rules by which they go on: the arguments of `TurnsRollout` with the same names."""
+
+    def __init__(
+        self,
+        environment: Environment | SideEnvironment,
+        *,
+        max_turns: int,
+        turn_tokens: int,
+        max_prompt_tokens: int,
+        compaction: Compaction | None = None,
+    ) -> None:
+        self._environment, self._compaction = environment, compaction
+        self._max_turns, self._turn_tokens, self._max_prompt = max_turns, turn_tokens, max_prompt_tokens
+        self._open: dict[int, Trajectory] = {}
+
+    def _opened(self, request: Request, sampling: SamplingParams) -> Trajectory:
+        trajectory = Trajectory(request, sampling, numpy.asarray(request.prompt, numpy.int32))
+        self._open[request.number] = trajectory
+        return trajectory
+
+    def _ends(self, response: Response) -> bool:
+        """True for a summary, and for a turn that ends its trajectory whatever an environment would say: none is asked."""
+        trajectory = self._open[response.number]
+        is_last = response.finish == "length" or trajectory.turns + 1 >= self._max_turns
+        return trajectory.observation is not None or is_last
+
+    def _turn(self, response: Response) -> Turn:
+        trajectory = self._open[response.number]
+        return self._turn_of(trajectory, trajectory.turns, response.tokens, trajectory.ids)
+
+    def _turn_of(self, trajectory: Trajectory, index: int, tokens: Ids, context: Ids) -> Turn:
+        request = trajectory.request
+        of_trajectory = request.seed, request.source, trajectory.memo
+        return Turn(request.number % BATCH, request.group, index, tokens, context, *of_trajectory)
+
+    def _asked(self, turn: Turn) -> Asked | Answer:
+        """Ask the environment about a turn; the answer may come later."""
+        if isinstance(self._environment, SideEnvironment):
+            return self._environment.start(turn)
+        environment, start = self._environment, time.perf_counter()
+        return settled(lambda: Answer(environment(turn), time.perf_counter() - start))
+
+    def _gone_on(self, answered: Sequence[tuple[Response, Answer]]) -> tuple[list[Trajectory], list[Response]]:
+        """Add answered turns to their trajectories; return those that go on, and the responses of those that end."""
+        further, ended = [], []
+        for response, answer in answered:
+            trajectory = self._open[response.number]
+            finish = self._take(trajectory, response, answer)
+            if finish is None:
+                further.append(trajectory)
+            else:
+                del self._open[response.number]
+                ended.append(self._response(trajectory, finish))
+        return further, ended
+
+    def _take(self, trajectory: Trajectory, response: Response, answer: Answer) -> Literal["stop", "length"] | None:
+        """Add a turn and what follows it; return how the trajectory ends, None if it goes on."""
+        trajectory.segments += response.segments
+        if response.kept is not None:
+            trajectory.kept.append(response.kept)
+        version = response.newest_version
+        if answer.seconds is not None:
+            trajectory.seconds.append(answer.seconds)
+        if trajectory.observation is not None:  # the turn is the summary, cut or not
+            self._compact(trajectory, response.tokens, trajectory.observation)
+            trajectory.observation = None
+            return None
+        trajectory.turns += 1
+        trajectory.is_late, trajectory.no_verdict, trajectory.fault = answer.is_late, answer.no_verdict, answer.fault
+        if answer.observation is None:
+            return "length" if answer.is_late else response.finish
+        observation, compaction = numpy.asarray(answer.observation, numpy.int32), self._compaction
+        if compaction is not None and len(trajectory.ids) + len(observation) > compaction.max_tokens:
+            if not compaction.ask:
+                self._compact(trajectory, numpy.empty(0, numpy.int32), observation)
+            else:
+                trajectory.observation = observation
+                trajectory.give(compaction.ask, version)
+        else:
+            trajectory.give(observation, version)
+        if self._room(trajectory) > 0:
+            return None
+        del trajectory.segments[-1]  # an observation that nothing can follow
+        return "length"
+
+    def _compact(self, trajectory: Trajectory, summary: Ids, observation: Ids) -> None:
+        assert self._compaction is not None
+        given = numpy.asarray(trajectory.request.prompt, numpy.int32)
+        prompt = self._compaction.prompt(Left(given, trajectory.ids, summary, observation))
+        if not 0 < len(prompt) <= self._max_prompt:
+            raise ValueError(f"compaction: a prompt of {len(prompt)} tokens, not of 1 to {self._max_prompt} as prompts may have")
+        trajectory.leave(prompt)
+
+    def _room(self, trajectory: Trajectory) -> int:
+        return trajectory.sampling.max_tokens - trajectory.num_behind_prompt
+
+    def _request(self, trajectory: Trajectory) -> Request:
+        """Return the request of the next turn."""
+        one = trajectory
+        drawn = one.turns + sum(len(context.segments) for context in one.contexts) + len(one.segments)
+        limit = min(self._turn_tokens, self._room(one))
+        # 2^64 over the golden ratio: every turn has a seed of its own, far from the others; the same seed would repeat draws.
+        seed = (one.request.seed + 0x9E3779B97F4A7C15 * drawn) % 2**63
+        return replace(one.request, prompt=one.prompt, before=tuple(one.segments), seed=seed, max_tokens=limit)
+
+    def _response(self, trajectory: Trajectory, finish: Literal["stop", "length"]) -> Response:
+        reached_limit = finish == "stop" and trajectory.turns == self._max_turns
+        return Response(
+            trajectory.request.number,
+            tuple(trajectory.segments),
+            finish,
+            trajectory.all_kept,
+            contexts=tuple(trajectory.contexts),
+            prompt=trajectory.prompt if trajectory.contexts else None,
+            fault=trajectory.fault,
+            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late, trajectory.no_verdict),
+        )
+
+
+class TurnsRollout(Trajectories):
     """A rollout engine whose responses have several turns, sampled by `engine`.
 
     environment: called once for each turn, on the rank that answers for it. max_turns: per trajectory, without summaries.
@@ -154,14 +282,12 @@ class TurnsRollout:
         compaction: Compaction | None = None,
         together: bool = True,
     ) -> None:
-        self.name, self._engine, self._environment = engine.name, engine, environment
-        self._max_turns, self._turn_tokens, self._max_prompt = max_turns, turn_tokens, max_prompt_tokens
-        self._compaction, self._together = compaction, together
+        limits = {"max_turns": max_turns, "turn_tokens": turn_tokens, "max_prompt_tokens": max_prompt_tokens}
+        super().__init__(environment, **limits, compaction=compaction)
+        self.name, self._engine, self._together = engine.name, engine, together
         self._group = None if engine.replica is None else engine.replica.group
-        self._open: dict[int, _Trajectory] = {}
         self._waiting: list[tuple[Response, Asked | Answer]] = []
         self._num_waiting = 0  # turns of all ranks of the replica that were drawn, and have not gone on or ended
-        self._sampling: SamplingParams | None = None
 
     @property
     def replica(self) -> Replica | None:
@@ -185,32 +311,22 @@ class TurnsRollout:
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         if any(request.goes_on for request in requests):
             raise ValueError("rollout.partial_rollout_tokens: trajectories of several turns do not go on in later steps; use null")
-        self._sampling = sampling
-        for request in requests:
-            self._open[request.number] = _Trajectory(request, numpy.asarray(request.prompt, numpy.int32))
-        self._ask_for([self._open[request.number] for request in requests])
+        self._ask_for([self._opened(request, sampling) for request in requests])
 
     def poll(self) -> list[Response]:
         before = self._engine.num_unfinished
         drawn = self._engine.poll() if before else []
         num_drawn = before - self._engine.num_unfinished  # equal on all ranks of the replica, as all that follows from it is
         self._num_waiting += num_drawn
-        self._waiting += [(one, self._asked(one)) for one in drawn]
+        self._waiting += [(one, UNASKED if self._ends(one) else self._asked(self._turn(one))) for one in drawn]
         # Idle only if nothing ran before: the caller may have requests for an engine that has just become free.
         answered = self._answered(num_drawn, is_idle=not before)
         self._num_waiting -= len(answered)
-        ended, further = [], []
-        for response, answer, is_mine in sorted(answered, key=lambda one: one[0].number):
-            trajectory = self._open[response.number]
-            finish = self._take(trajectory, response, answer)
-            if finish is None:
-                further.append(trajectory)
-                continue
-            del self._open[response.number]
-            if is_mine:
-                ended.append(self._response(trajectory, finish))
+        answered.sort(key=lambda one: one[0].number)
+        mine = {response.number for response, _, is_mine in answered if is_mine}
+        further, ended = self._gone_on([(response, answer) for response, answer, _ in answered])
         self._ask_for(further)
-        return ended
+        return [one for one in ended if one.number in mine]
 
     def push_weights(self, version: int) -> dict[str, float]:
         return self._engine.push_weights(version)
@@ -223,30 +339,9 @@ class TurnsRollout:
             self._environment.close()
         self._engine.close()
 
-    def _asked(self, response: Response) -> Asked | Answer:
-        """Ask the environment about a turn; the answer may come later. Turns that end the trajectory anyway are not asked about."""
-        trajectory = self._open[response.number]
-        if trajectory.observation is not None or response.finish == "length" or trajectory.turns + 1 >= self._max_turns:
-            return Answer(None)
-        request = trajectory.request
-        of_trajectory = request.seed, request.source, trajectory.memo
-        turn = Turn(request.number, request.group, trajectory.turns, response.tokens, trajectory.ids, *of_trajectory)
-        if isinstance(self._environment, SideEnvironment):
-            return self._environment.start(turn)
-        environment, start = self._environment, time.perf_counter()
-        return self._taken(trajectory, lambda: Answer(environment(turn), time.perf_counter() - start))
-
-    def _taken(self, trajectory: _Trajectory, take: Callable[[], Answer]) -> Answer:
-        try:
-            answer = take()
-        except EnvironmentFault as fault:
-            # Raised here, it would leave the other ranks in the middle of a generation.
-            trajectory.fault = str(fault)
-            return Answer(None)
-        except NoVerdict as none:
-            answer = Answer(None, no_verdict=none.reason)
-        trajectory.seconds.append(answer.seconds)
-        return answer
+    def _ask_for(self, trajectories: Sequence[Trajectory]) -> None:
+        if trajectories:
+            self._engine.submit([self._request(one) for one in trajectories], trajectories[0].sampling)
 
     def _answered(self, num_drawn: int, *, is_idle: bool) -> list[tuple[Response, Answer, bool]]:
         """Return the replica's turns that can go on or end now, the same on all its ranks; the flag marks this rank's own."""
@@ -280,73 +375,19 @@ class TurnsRollout:
             if isinstance(one, Answer):
                 taken.append((response, one))
             elif joins and one.future.done():
-                taken.append((response, self._taken(self._open[response.number], one.take)))
+                taken.append((response, settled(one.take)))
             else:
                 left.append((response, one))
         self._waiting = left
         return taken
 
-    def _take(self, trajectory: _Trajectory, response: Response, answer: Answer) -> Literal["stop", "length"] | None:
-        """Add a turn and what follows it; return how the trajectory ends, None if it goes on."""
-        trajectory.segments += response.segments
-        if response.kept is not None:
-            trajectory.kept.append(response.kept)
-        version = response.newest_version
-        if trajectory.observation is not None:  # the turn is the summary, cut or not
-            self._compact(trajectory, response.tokens, trajectory.observation)
-            trajectory.observation = None
-            return None
-        trajectory.turns += 1
-        trajectory.is_late, trajectory.no_verdict = answer.is_late, answer.no_verdict
-        if answer.observation is None:
-            return "length" if answer.is_late else response.finish
-        observation, compaction = numpy.asarray(answer.observation, numpy.int32), self._compaction
-        if compaction is not None and len(trajectory.ids) + len(observation) > compaction.max_tokens:
-            if not compaction.ask:
-                self._compact(trajectory, numpy.empty(0, numpy.int32), observation)
-            else:
-                trajectory.observation = observation
-                trajectory.give(compaction.ask, version)
-        else:
-            trajectory.give(observation, version)
-        if self._room(trajectory) > 0:
-            return None
-        del trajectory.segments[-1]  # an observation that nothing can follow
-        return "length"
 
-    def _compact(self, trajectory: _Trajectory, summary: Ids, observation: Ids) -> None:
-        assert self._compaction is not None
-        given = numpy.asarray(trajectory.request.prompt, numpy.int32)
-        prompt = self._compaction.prompt(Left(given, trajectory.ids, summary, observation))
-        if not 0 < len(prompt) <= self._max_prompt:
-            raise ValueError(f"compaction: a prompt of {len(prompt)} tokens, not of 1 to {self._max_prompt} as prompts may have")
-        trajectory.leave(prompt)
-
-    def _room(self, trajectory: _Trajectory) -> int:
-        assert self._sampling is not None
-        return self._sampling.max_tokens - trajectory.num_behind_prompt
-
-    def _ask_for(self, trajectories: Sequence[_Trajectory]) -> None:
-        requests = []
-        for one in trajectories:
-            drawn = one.turns + sum(len(context.segments) for context in one.contexts) + len(one.segments)
-            limit = min(self._turn_tokens, self._room(one))
-            # 2^64 over the golden ratio: every turn has a seed of its own, far from the others; the same seed would repeat draws.
-            seed = (one.request.seed + 0x9E3779B97F4A7C15 * drawn) % 2**63
-            requests.append(replace(one.request, prompt=one.prompt, before=tuple(one.segments), seed=seed, max_tokens=limit))
-        if requests:
-            assert self._sampling is not None
-            self._engine.submit(requests, self._sampling)
-
-    def _response(self, trajectory: _Trajectory, finish: Literal["stop", "length"]) -> Response:
-        reached_limit = finish == "stop" and trajectory.turns == self._max_turns
-        return Response(
-            trajectory.request.number,
-            tuple(trajectory.segments),
-            finish,
-            trajectory.all_kept,
-            contexts=tuple(trajectory.contexts),
-            prompt=trajectory.prompt if trajectory.contexts else None,
-            fault=trajectory.fault,
-            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late, trajectory.no_verdict),
-        )
+def settled(take: Callable[[], Answer]) -> Answer:
+    """Return the environment's answer, also where it fails."""
+    try:
+        return take()
+    except EnvironmentFault as fault:
+        # Raised here, it would leave the other ranks in the middle of a generation.
+        return Answer(None, fault=str(fault))
+    except NoVerdict as none:
+        return Answer(None, no_verdict=none.reason)

@@ -3,7 +3,7 @@ numpy arrays up to the packed batch. `generation.py` runs an engine until a batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Ids = NDArray[numpy.int32]
 Logprobs = NDArray[numpy.float32]
+
+
+BATCH = 10**6
+"""In an asynchronous run requests have numbers in the engine: that of their batch times this, plus that in the batch."""
 
 
 class EnvironmentFault(RuntimeError):
@@ -38,6 +42,8 @@ class SamplingParams:
     """Ids that end a response and are part of it."""
     record_top_k_ids: bool = False
     """Record for each token the ids that top-k and top-p left."""
+    record_experts: int = 0
+    """Experts in a sparse layer of the model, whose choice is recorded for each token; 0: it is not."""
 
     def __post_init__(self) -> None:
         if self.record_top_k_ids and self.truncates and self.top_k < 1:
@@ -118,6 +124,16 @@ class KeptIds:
 
 
 @dataclass(frozen=True, eq=False)
+class Routes:
+    """Experts that the sampler chose for some consecutive tokens of a sequence, prompt and response, the first of them `first`.
+    Those before were in a cache, and the last token of a response is read by no model."""
+
+    first: int
+    experts: NDArray[Any]
+    """[tokens, sparse layers x top_k] uint8, or int16 for more than 256 experts."""
+
+
+@dataclass(frozen=True, eq=False)
 class Segment:
     """A part of a response, all sampled or all given (as a tool's output, which the policy only reads). version: of the weights."""
 
@@ -170,6 +186,10 @@ class Response:
     """The environment's failure, which ended the trajectory; raised on all ranks when the experience is collected."""
     played: Played | None = None
     """None without an environment."""
+    routes: Routes | None = None
+    """None if the engine records none."""
+    verdicts: Mapping[str, Sequence[Any]] | None = None
+    """Part of the reward -> JSON values (`trainer/scoring.py`) of what the rollout half has found; None if it was not asked."""
 
     @property
     def tokens(self) -> Ids:

@@ -4,8 +4,9 @@ effects on the process."""
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,8 +25,9 @@ from megappo.models.lora import shapes_beside_base
 from megappo.parallel.device import ranks_of_run
 from megappo.parallel.groups import meet
 from megappo.rollout.subworld import SubWorld
-from megappo.rollout.types import Replica, Request, Response, SamplingParams
+from megappo.rollout.types import Replica, Request, Response, Routes, SamplingParams
 from megappo.rollout.vllm_adapter import VllmAdapter
+from megappo.rollout.vllm_images import inputs_with_images, register_vision, restore_normalisation
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import VllmModel, vllm_environment, vllm_options
@@ -40,6 +42,7 @@ from megappo.rollout.vllm_process import (
     unlink_shared_memory,
     vllm_running,
 )
+from megappo.rollout.vllm_routes import RouteTap, routes_of_output
 from megappo.runtime.messages import name_ranks
 
 
@@ -70,8 +73,9 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         self._subworld = subworld
-        check_vllm(model.arch, model.max_model_len, device.type)
+        check_vllm(model.arch, model.max_model_len, device.type, model.dtype == torch.float32)
         self.device, self._model = device, model
+        self._replays = config.replays_experts and model.arch.moe is not None
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
         self._cache_after_push = cache_after_push
         with self.in_world():
@@ -79,22 +83,26 @@ class VllmEngine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._detokenize = detokenize
         self._asked: dict[str, Drawing] = {}  # in the order of submission
+        self._aside: list[Drawing] = []  # running, while the sampler has other weights than a step's
         self._early: list[Response] = []  # ended in a push, for the next poll
         self._num_early = 0  # of all ranks of the replica
         self._digest = 0  # of the tokens of this generation, in whatever order they finish
         self._version: int | None = None
         self._sync: WeightSync | AdapterSync | None = None
+        self._route: Route | None = None  # of `connect_later`
         self._adapter_shapes = None if model.lora is None else shapes_beside_base(model.arch, model.lora)
         self._adapter: VllmAdapter | None = None
         with self.in_world():
             self._identity = new_identity()
             peers_visible = sees_peers(config.tp, device)
-        self._environment = vllm_environment(device.type, peers_visible)
+        self._environment = vllm_environment(device.type, peers_visible, returns_experts=self._replays)
         self._own = EngineState(device)
         with self._running():
             from vllm import LLM
 
             require_sleep(LLM, config.sleep)
+            if model.arch.vision is not None:
+                register_vision(model.arch.architecture, model.images)
             self._llm: Any = LLM(
                 **vllm_options(
                     config,
@@ -106,8 +114,11 @@ class VllmEngine:
                 )
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
+            if model.arch.vision is not None:
+                restore_normalisation(worker)
             self.receiver: WeightReceiver = VllmReceiver(worker, model.dtype)
             self._adapter = None if model.lora is None else VllmAdapter(worker, model.lora)
+            self._tap = RouteTap(worker, model.arch) if self._replays and device.type == "cpu" else None
             self._memory = VllmMemory(self._llm, worker, config.sleep)
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
@@ -123,6 +134,11 @@ class VllmEngine:
             route = Route.colocated(policy, self._tp)
         self._sync = sync_of(policy, self, route, self.device, self._model.dtype, self._adapter_shapes)
 
+    def connect_later(self, route: Route, index: int, count: int) -> None:
+        """Let the first `reroute` plan the transfer, whose destinations `route` does not know yet. index, count: number of this
+        replica among those of the run, of which it is built apart."""
+        self._route, self.replica = route, dataclasses.replace(self.replica, index=index, count=count)
+
     def take_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self._adapter is not None, "the engine was built without a place for adapters"
         with self._running():
@@ -131,21 +147,54 @@ class VllmEngine:
     def meet(self, before: str) -> None:
         meet(before, self._meeting_s)
 
-    def push_weights(self, version: int, *, recompute: bool = False) -> dict[str, float]:
+    def reroute(self, destinations: tuple[int, ...]) -> None:
+        """Take weights beside other ranks from here on: those of the engines that take part, in the world of now. Collective
+        over it."""
+        if self._sync is not None:
+            self._sync = self._sync.rerouted(destinations)
+        else:
+            assert self._route is not None
+            self.connect(None, dataclasses.replace(self._route, destinations=destinations))
+
+    def drop(self) -> None:
+        """Forget all requests. Collective over the replica, as `poll` is."""
+        self._settle()
+        self._llm.llm_engine.abort_request(list(self._asked))
+        self._asked.clear()
+        self._aside.clear()
+        self._finish_steps()
+        self.ended_in_push()
+
+    def push_weights(
+        self,
+        version: int,
+        *,
+        recompute: bool = False,
+        held: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda transfer: transfer(),
+    ) -> dict[str, float]:
         """Push the weights and compare their checksums. With `cache_after_push` requests may be running: their segments end here,
-        and they go on with the new weights. recompute: their cache, even if it is otherwise kept. Collective."""
+        and they go on with the new weights. recompute: their cache, even if it is otherwise kept. held: calls the transfer, more
+        than once if ranks are lost in it. Weights of a negative version, which are no step's, draw nothing of what runs: it goes on
+        with the push after them. Collective."""
         assert self._sync is not None, "connect() comes before the first push"
         if self._cache_after_push is None:
             return self._sync.push(version)
         with self._running():
-            running = self._cut(keeps_cache=self._cache_after_push == "keep" and not recompute)
+            running = self._cut(keeps_cache=self._cache_after_push == "keep" and not recompute and version >= 0)
         cut = [one for one in (running or self._asked.values()) if one.drawn.segments]
-        recomputed = sum(len(one.rest().tokens) for one in cut if running)
-        metrics = self._sync.push(version)
+        running, self._aside = [*self._aside, *running], []
+        if version < 0:
+            running, self._aside = [], running
+        recomputed = sum(len(one.rest().tokens) for one in running if one.drawn.segments)
+        metrics = held(lambda: self._transferred(version))
         with self._running():
             for one in running:
                 self._enter(one)
         return metrics | {"requests_cut": float(len(cut)), "tokens_recomputed": float(recomputed)}
+
+    def _transferred(self, version: int) -> dict[str, float]:
+        assert self._sync is not None
+        return self._sync.push(version)
 
     def _cut(self, *, keeps_cache: bool) -> list[Drawing]:
         """Close the segments of all running requests. Return those that must be submitted again, taken out of vLLM: all, or none if
@@ -178,7 +227,7 @@ class VllmEngine:
     def drawn(self) -> dict[int, Drawn]:
         """Return what older weights have drawn for each running request, in the order of submission. Right after a push this is all
         there is to know of them: given to `submit` of a new engine, they go on to the same bits."""
-        return {one.request.number: one.drawn for one in self._asked.values()}
+        return {one.request.number: one.drawn for one in [*self._aside, *self._asked.values()]}
 
     def in_world(self) -> AbstractContextManager[None]:
         """Make the engine's ranks the world of torch.distributed: its default group, its store, ranks by position in it."""
@@ -246,10 +295,14 @@ class VllmEngine:
 
         core, request = self._llm.llm_engine, one.rest()
         name = str(request.number)
-        inputs = tokens_input(request.tokens.tolist(), cache_salt=self._cache_salt())
+        if self._model.arch.vision is None:
+            inputs = tokens_input(request.tokens.tolist(), cache_salt=self._cache_salt())
+        else:
+            inputs = inputs_with_images(request.tokens, self._model.arch.vision, self._model.images, self._cache_salt())
         adapter = None if self._adapter is None else self._adapter.request
         internal = core.add_request(name, inputs, self._vllm_sampling(one.sampling, request), lora_request=adapter)
         core.output_processor.request_states[internal].logprobs_processor = one.rows
+        one.internal = internal
         self._asked[name] = one
 
     def poll(self) -> list[Response]:
@@ -266,11 +319,17 @@ class VllmEngine:
         for output in self._llm.llm_engine.step():  # finished ones only
             one = self._asked.pop(output.request_id)
             self._count(one)
+            routes = self._routes_of(one, output.outputs[0])
             if self.replica.answers(one.request.number):
                 # vLLM looks for stop strings in what it drew itself, not across a cut
                 stop = one.sampling.stop if self._model.tokenizer is None or one.drawn.segments else ()
-                responses.append(response_of(one, output.outputs[0], self._version, stop, self._detokenize))
+                responses.append(response_of(one, output.outputs[0], self._version, stop, self._detokenize, routes))
         return responses
+
+    def _routes_of(self, one: Drawing, output: Any) -> Routes | None:
+        if not self._replays:
+            return None
+        return routes_of_output(output, self._model.arch) if self._tap is None else self._tap.take(one.internal)
 
     def _count(self, one: Drawing) -> None:
         self._digest += zlib.crc32(one.rows.ids_table[:, 0].tobytes(), one.request.number)

@@ -13,9 +13,11 @@ import torch
 from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
+from megappo.data.images import ImageStore
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_config, text_config
 from megappo.rollout.vllm_adapter import adapter_options
+from megappo.rollout.vllm_images import image_options
 
 CPU_KV_CACHE_GIB = 0.25
 LEAST_SHARE = 0.01
@@ -38,6 +40,8 @@ class VllmModel:
     """Directory of a Hugging Face tokenizer, which vLLM needs for stop strings only."""
     lora: LoraConfig | None = None
     """Adapter of the policy, if vLLM applies it itself (`rollout.adapter`)."""
+    images: ImageStore | None = None
+    """Images that the tokens of a vision-language model name."""
 
 
 def vllm_options(
@@ -83,6 +87,8 @@ def vllm_options(
         max_logprobs=model.arch.vocab_size,
         seed=model.seed,
     )
+    if model.arch.vision is not None:
+        options |= image_options(model.path)
     options |= config.vllm_args
     if model.lora is not None:
         options |= adapter_options(model.lora)
@@ -91,8 +97,19 @@ def vllm_options(
         # With a chunked prompt a seeded request raises "CPU Generator does not use offset": vLLM rewinds the generator after every
         # chunk. Whole prompts fit: vLLM then takes at least max_model_len tokens at once.
         options["enable_chunked_prefill"] = False
+        if model.arch.delta is not None:
+            options["enable_prefix_caching"] = False  # of states it needs the chunks that are off above
+        if model.arch.latent is not None:
+            # The default on a CPU with AMX has no fp32, and frees kv_b_proj, which the next push fills.
+            options.setdefault("attention_config", {"backend": "CPU_MLA"})
+            # vLLM's CPU kernel rotates queries wrongly beside the one key of all heads; YaRN has no kernel, and is right.
+            compilation = options.get("compilation_config", {})
+            custom_ops = [*compilation.get("custom_ops", ["all"]), "-rotary_embedding"]
+            options["compilation_config"] = {**compilation, "custom_ops": custom_ops}
         if config.sleep != "none":
             options["worker_cls"] = "megappo.rollout.vllm_cpu_worker.SleepingCpuWorker"
+    if config.replays_experts and model.arch.moe is not None and not on_cpu:
+        options["enable_return_routed_experts"] = True
     if not peers_visible:
         # Both map the devices of all ranks over this process's CUDA_VISIBLE_DEVICES and fail; NCCL reduces instead.
         options["disable_custom_all_reduce"] = True
@@ -100,13 +117,16 @@ def vllm_options(
     return options
 
 
-def vllm_environment(device_type: str, peers_visible: bool = True) -> dict[str, str]:
+def vllm_environment(device_type: str, peers_visible: bool = True, *, returns_experts: bool = False) -> dict[str, str]:
     """Return the environment variables that vLLM needs while it runs; all others stay as the user set them."""
-    if device_type == "cpu" or peers_visible:
+    if device_type == "cpu":
         return {}
+    second = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if returns_experts else {}  # the runner that returns experts
+    if peers_visible:
+        return second
     # Their buffers are shared between GPUs by handles, which a process can open only for GPUs that it sees.
     names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
-    return dict.fromkeys(names, "0")
+    return second | dict.fromkeys(names, "0")
 
 
 def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
@@ -120,11 +140,12 @@ def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], A
     rope = arch.rope
 
     def override(config: Any) -> Any:
-        config = getattr(config, "text_config", config)
+        if arch.vision is None:
+            config = getattr(config, "text_config", config)
         # vLLM would build fp8 layers for a checkpoint in fp8
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        config.architectures = [arch.architecture] if arch.own else text["architectures"]
+        config.architectures = [arch.architecture] if arch.own or arch.vision is not None else text["architectures"]
         config.tie_word_embeddings = arch.tied_embeddings
         if rope.llama_4_scaling is not None:
             config.llama_4_scaling = rope.llama_4_scaling

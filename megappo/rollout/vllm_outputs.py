@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megappo.rollout.types import Ids, KeptIds, Logprobs, Request, Response, SamplingParams, Segment
+from megappo.rollout.types import Ids, KeptIds, Logprobs, Request, Response, Routes, SamplingParams, Segment
 
 Detokenize = Callable[[Sequence[int]], str]
 _FIRST_ROWS = 64  # doubled when they are full
@@ -59,11 +59,25 @@ class SampledRows:
         self._count = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """A trajectory of several turns behind which another is drawn (`rollout/episodes.py`)."""
+
+    before: Response
+    """Its turns and what followed them; `finish` has no meaning."""
+    turn: Response | None = None
+    """The turn that was drawn last, if its environment has not answered it."""
+    observation: Ids | None = None
+    """Ids that follow the summary which is drawn now; None if none is."""
+
+
 class Drawn(NamedTuple):
-    """Closed segments of a response. kept: the ids that their tokens were drawn from, one per segment; () if none are recorded."""
+    """Closed segments of a response, of the last turn of an episode. kept: the ids that their tokens were drawn from, one per
+    segment; () if none are recorded."""
 
     segments: tuple[Segment, ...] = ()
     kept: tuple[KeptIds, ...] = ()
+    episode: Episode | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +102,8 @@ class Drawing:
     sampling: SamplingParams
     rows: SampledRows
     drawn: Drawn
+    internal: str = ""
+    """vLLM's own name of the request."""
 
     def close_segment(self, version: int) -> None:
         """Add what has been drawn since the last call as a segment of these weights."""
@@ -111,7 +127,12 @@ class Drawing:
 
 
 def response_of(
-    drawing: Drawing, output: Any, version: int, stop: Sequence[str] = (), detokenize: Detokenize | None = None
+    drawing: Drawing,
+    output: Any,
+    version: int,
+    stop: Sequence[str] = (),
+    detokenize: Detokenize | None = None,
+    routes: Routes | None = None,
 ) -> Response:
     """Make a response of a finished `CompletionOutput`. stop: strings that vLLM did not look for in all of it; they end it here.
     RuntimeError if vLLM ended the request for another reason than stop or length."""
@@ -123,13 +144,13 @@ def response_of(
     sampled = numpy.fromiter(output.token_ids, numpy.int32, len(output.token_ids))[-len(open_tokens) :]
     assert numpy.array_equal(open_tokens, sampled), "vLLM gives the sampled token first"
     drawing.close_segment(version)
-    response = Response(number, drawing.drawn.segments, finish, KeptIds.joined(drawing.drawn.kept))
+    response = Response(number, drawing.drawn.segments, finish, KeptIds.joined(drawing.drawn.kept), routes=routes)
     if stop:
         assert detokenize is not None
         found = stop_length(response.tokens, stop, detokenize)
         if found is not None:
-            segments, kept = drawing.drawn.first(found)
-            response = Response(number, segments, "stop", KeptIds.joined(kept))
+            segments, kept, _ = drawing.drawn.first(found)
+            response = Response(number, segments, "stop", KeptIds.joined(kept), routes=routes)
     return response
 
 

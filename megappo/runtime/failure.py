@@ -8,12 +8,17 @@
     rank-3.section     section of work of a rank that was killed, which removes it otherwise (`runtime/sections.py`)
     rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
                        killed with the rank
+    spare_ranks        ranks without which the run goes on if they are killed; those of a line end and start together. Training rank
+                       0 writes it
+    rank-3.lost        as `rank-3.exit`, of such a rank
+    rank-3.joining     how often such a rank was started again; training rank 0 removes both once it takes part
 
 The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import json
@@ -22,7 +27,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -34,6 +39,7 @@ from megappo.runtime.sections import last_section
 from megappo.runtime.verdict import VERDICT
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
+SPARE_RANKS = "spare_ranks"
 LOG_LINES, LOG_BYTES = 20, 1 << 16  # at most, of the end of a log
 MOST_CHARACTERS = 240  # of an error in one line: torch's "out of memory" goes on with advice
 # Seconds from the first end to that of all ranks in a job script: for the tracebacks of the others, and for a late witness.
@@ -153,6 +159,48 @@ def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
     seen = exits.get(raised)
     host = seen.host if seen is not None else tracebacks[raised]["host"]
     return Failure(raised, host, seen.code if seen is not None else None, tracebacks[raised]["text"])
+
+
+def spare_with(folder: Path, rank: int) -> list[int]:
+    """Return the ranks that end and start with this one, which the run goes on without if it is killed; [] if it does not."""
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in (folder / SPARE_RANKS).read_text(encoding="utf-8").splitlines()]
+        return next((list(map(int, line)) for line in lines if str(rank) in line), [])
+    return []
+
+
+def is_joining(folder: Path, rank: int) -> bool:
+    """True if this rank was started again and takes no part yet."""
+    return _joining(folder, rank).exists()
+
+
+def note_joining(folder: Path, rank: int, start: int) -> None:
+    """Note that a lost rank starts again. start: how often its replica did."""
+    _joining(folder, rank).write_text(str(start), encoding="utf-8")
+
+
+def note_joined(folder: Path, ranks: Sequence[int]) -> None:
+    """Note that these take part again."""
+    for rank in ranks:
+        (folder / f"rank-{rank}.lost").unlink(missing_ok=True)
+        _joining(folder, rank).unlink(missing_ok=True)
+
+
+def joining_as(rank: int) -> str | None:
+    """Return the number of its start if this process is a rank that was lost; None if it started with the others."""
+    path = _joining(Path(os.environ.get(ATTEMPT_DIR, "")), rank)
+    return path.read_text(encoding="utf-8").strip() if ATTEMPT_DIR in os.environ and path.exists() else None
+
+
+def _joining(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.joining"
+
+
+def end_of_lost(folder: Path, rank: int) -> str | None:
+    """Return how a spare rank ended, such as `killed by SIGKILL`; None while it lives, as far as its launcher has noticed."""
+    with contextlib.suppress(OSError, ValueError):
+        return describe_exit(_Exit.read(folder / f"rank-{rank}.lost").code)
+    return None
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,10 @@ class Listener:
         self._store, self._folder, self._clock = store, folder, AwakeClock(interval_s)
         self._heard: dict[int, tuple[bytes, float]] = {}
 
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has ended, as it starts again."""
+        self._store.set(_key(rank), _DONE.decode())
+
     def end_silent(self, pids: Iterable[tuple[int, int]]) -> None:
         """Dump the stacks of ranks that were silent beyond their limit, kill them, and record the verdict. pids: rank -> pid."""
         self._clock.tick()

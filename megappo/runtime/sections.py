@@ -59,10 +59,11 @@ SLOWER, SLOWER_AT_FIRST = 5, 20
 REMEMBERED = 500
 LOADING, BETWEEN = "loading", "between the stages"
 CHECKPOINT, EXPORT = "checkpoint", "export"
-ROLLOUT_HALF = "waiting for the rollout half"
+ROLLOUT_HALF, TRAINING_HALF = "waiting for the rollout half", "waiting for the training half"
+GENERATING = "generating beside training"
 # Their limit is never learned: most saves wait for a copy in memory alone, and the last one, or one on a full day, for the disk;
 # most steps find their responses drawn.
-_UNLEARNED = frozenset({CHECKPOINT, EXPORT, ROLLOUT_HALF})
+_UNLEARNED = frozenset({CHECKPOINT, EXPORT, ROLLOUT_HALF, TRAINING_HALF, GENERATING})
 
 
 class AwakeClock:
@@ -125,6 +126,15 @@ class Sections:
         self._step, self._base = step, BETWEEN
         self._write()
         return self
+
+    def turn_to(self, name: str, *, advances: bool) -> None:
+        """Name the work outside of sections, where it is not the stages of steps. advances: this call notes progress, too."""
+        with self._lock:
+            is_new, self._base = name != self._base, name
+            if is_new or advances:
+                self._since = self._clock.now()
+        if is_new:
+            self._write()
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:

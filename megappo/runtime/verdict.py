@@ -88,6 +88,14 @@ def place_of(innermost: FrameType) -> Place:
     return Place(waits_in, at)
 
 
+def raised_in_exchange(error: BaseException) -> bool:
+    """True if the error came out of an exchange between ranks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and place_of(trace.tb_frame).waits_in is not None
+
+
 def _function(stack: list[FrameType], index: int) -> str:
     # torch wraps its functions in `wrapper`
     while index > 0 and stack[index].f_code.co_name == "wrapper":

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -35,7 +35,18 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, WorkMeter, dump_stacks_of, kill_with_children
 from megappo.runtime.messages import first_line
 from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
-from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, main_thread_place, place_of, record_verdict
+from megappo.runtime.verdict import (
+    VERDICT,
+    Member,
+    Report,
+    Sighting,
+    Verdict,
+    judge,
+    main_thread_place,
+    place_of,
+    raised_in_exchange,
+    record_verdict,
+)
 
 # Seconds for the exchange after a verdict: ranks answer within a beat, the store within milliseconds.
 EXCHANGE_S, ANSWERS_S = 6.0, 2.0
@@ -102,9 +113,10 @@ class Watchdog:
         self._section_file = SectionFile(folder, rank)
         self.sections = Sections(timeouts, self._clock, self._section_file)
         self.stillness = _Stillness(timeouts.start_s, self.sections, self._clock)
-        self._pulse = None if store is None or len(members) == 1 else _Pulse(self, store)
+        self._pulse = None if store is None else _Pulse(self, store)
         self._stop = threading.Event()
         self._raised_at: TracebackType | None = None
+        self._spare: Mapping[int, Callable[[str], object]] = {}
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -121,7 +133,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error, trace):
+        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error):
             # The rank that gave up waiting is not the one that is late: let all ranks say where they are.
             self._raised_at = trace
             why = f"rank {self._rank} gave up waiting: {first_line(error)[:300]}"
@@ -150,6 +162,18 @@ class Watchdog:
 
     def section(self, name: str) -> AbstractContextManager[None]:
         return self.sections.section(name)
+
+    def go_on_with(self, ranks: Collection[int], spare: Mapping[int, Callable[[str], object]]) -> None:
+        """Watch these ranks alone from here on. spare: rank -> called once, from another thread, with the reason, if it is silent,
+        as the run goes on without it."""
+        self._members = [member for member in self._members if member.rank in ranks]
+        self._spare = spare
+
+    def take_in(self, members: Sequence[Member]) -> None:
+        """Watch these from here on, some of which are new."""
+        self._members = list(members)
+        if self._pulse is not None:
+            self._pulse.take_in([member.rank for member in members])
 
     # ------------------------------------------------------------------------------------------------------ own thread
 
@@ -209,12 +233,15 @@ class Watchdog:
         """Kill the silent ranks on this host, then this process, each with what it started. A rank that has raised ends by its
         exception."""
         sys.stderr.flush()
-        for member in self._members:
-            if report is not None and member.rank in report.silent and member.is_here() and member.rank != self._rank:
-                dump_stacks_of(member.pid)
-                kill_with_children(member.pid)
+        self._end_here([] if report is None else report.silent)
         if self._raised_at is None:
             kill_with_children(os.getpid())
+
+    def _end_here(self, ranks: Collection[int]) -> None:
+        for member in self._members:
+            if member.rank in ranks and member.is_here() and member.rank != self._rank:
+                dump_stacks_of(member.pid)
+                kill_with_children(member.pid)
 
 
 class _Pulse:
@@ -222,8 +249,8 @@ class _Pulse:
 
     def __init__(self, owner: Watchdog, store: SharedStore) -> None:
         self._owner, self._store = owner, store
-        self._rank, self._members = owner._rank, owner._members
-        self._next = (self._rank + 1) % len(self._members)
+        self._rank, self._left_out = owner._rank, set[int]()
+        self._next = self._after(self._rank)
         self._beats, self._heard, self._answered_at = 0, b"", owner._clock.now()
         self._heard_at = self._answered_at
         self._proposal: Verdict | None = None
@@ -249,10 +276,34 @@ class _Pulse:
 
     def silence(self, limit_s: float) -> Verdict | None:
         """Suspect the next rank if its sign of life has not changed for `limit_s`, counted up to the store's last answer."""
+        if (why := self._why_silent(limit_s)) is None or self._next in self._owner._spare:
+            return None
+        return Verdict.now(self._next, why, self._rank)
+
+    def _why_silent(self, limit_s: float) -> str | None:
         silent_s = self._answered_at - self._heard_at
         if silent_s <= limit_s or self._heard == _DONE.encode():
             return None
-        return Verdict.now(self._next, f"no sign of life of rank {self._next} for {silent_s:.0f} s", self._rank)
+        return f"no sign of life of rank {self._next} for {silent_s:.0f} s"
+
+    def _after(self, rank: int) -> int:
+        """Return the rank that this one watches if `rank` is the last that it does not."""
+        others = sorted({member.rank for member in self._owner._members} - self._left_out | {self._rank})
+        return next((one for one in others if one > rank), others[0])
+
+    def take_in(self, ranks: Collection[int]) -> None:
+        self._left_out.difference_update(ranks)
+        self._next, self._heard, self._heard_at = self._after(self._rank), b"", self._owner._clock.now()
+
+    def _pass_over(self) -> None:
+        """Watch the rank after the next one, which is lost or was left out."""
+        if (why := self._why_silent(self._owner._heartbeat_s)) is not None and self._next in self._owner._spare:
+            self._owner._spare[self._next](why)
+            self._left_out.add(self._next)
+            self._owner._end_here([self._next])  # it may only be stopped
+        if self._next in self._left_out or all(member.rank != self._next for member in self._owner._members):
+            self._next = self._after(self._next)
+            self._heard, self._heard_at = b"", self._owner._clock.now()
 
     def _run(self) -> None:
         while not self._owner._stop.is_set():
@@ -276,6 +327,7 @@ class _Pulse:
         self._beats += 1
         life = {"beat": self._beats, "where": vars(self._owner.sections.now())}
         self._store.set(self._beat_key(self._rank), json.dumps(life))
+        self._pass_over()
         key = self._beat_key(self._next)
         heard = self._store.get(key) if self._heard or self._store.check([key]) else b""
         now = self._owner._clock.now()
@@ -295,12 +347,12 @@ class _Pulse:
         if self._rank != 0:
             self._wait_for(_REPORT, CLAIM_S)
         if int(self._store.compare_set(_REPORTER, "", str(self._rank))) == self._rank:
-            sightings = self._sightings()
-            last = {member.rank: self._last_seen(member.rank) for member in self._members if member.rank not in sightings}
+            sightings, members = self._sightings(), self._owner._members
+            last = {member.rank: self._last_seen(member.rank) for member in members if member.rank not in sightings}
             heard = {rank: where for rank, where in last.items() if where is not None}
-            self.report = judge(verdict, self._members, sightings, self._owner._folder, heard)
+            self.report = judge(verdict, members, sightings, self._owner._folder, heard)
             sys.stderr.write(self.report.text)
-            record_verdict(self._owner._folder, self.report, verdict, self._members)
+            record_verdict(self._owner._folder, self.report, verdict, members)
             self._store.set(_REPORT, self.report.encode())
             time.sleep(REPORT_READ_S)  # the store may live in this process
         elif self._wait_for(_REPORT, ANSWERS_S + 1):
@@ -308,7 +360,7 @@ class _Pulse:
             sys.stderr.write(f"megappo: rank {self._rank} ends: {self.report.line}\n")
 
     def _sightings(self) -> dict[int, Sighting]:
-        waiting = [member.rank for member in self._members]
+        waiting = [member.rank for member in self._owner._members]
         found: dict[int, Sighting] = {}
         deadline = time.monotonic() + ANSWERS_S
         while waiting and time.monotonic() < deadline:
@@ -336,13 +388,9 @@ class _Pulse:
         return f"beat/{rank}"
 
 
-def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
-    return "timed out" in str(error).lower() and _in_exchange(trace)
-
-
-def _in_exchange(trace: TracebackType) -> bool:
+def _gave_up_waiting(error: BaseException) -> bool:
     # A reward's own request may time out too
-    return place_of(_innermost(trace)).waits_in is not None
+    return "timed out" in str(error).lower() and raised_in_exchange(error)
 
 
 def _innermost(trace: TracebackType) -> FrameType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ GROUPS = {
     "policy": "Updates of the policy, and the advantages that they use.",
     "critic": "Updates of the critic, and its values. Not in runs without one.",
     "critics": "Two critics beside each other ([several critics](algorithms.md#several-critics)).",
-    "kl": "Distance of the policy from the reference.",
+    "kl": "Distance of the policy from the reference, and from the teacher of `algorithm.distillation`.",
     "lengths": "Prompts and responses.",
     "rollout": "How responses were drawn, and how far sampler and trainer agree ([agreement](agreement.md)).",
     "timing": "Seconds.",
@@ -27,6 +27,8 @@ GROUPS = {
     "checkpoint": "Saves.",
     "telemetry": "The log itself.",
     "sft": "Runs of `megappo sft`.",
+    "reward_model": "Runs of `megappo train-reward-model`; also those of `sft` that are not about tokens.",
+    "dpo": "Runs of `megappo dpo`; also those of `sft` that are not about tokens.",
 }
 """Group -> its line in docs/metrics.md, in the order of the page."""
 
@@ -109,11 +111,12 @@ class Metric(_Named):
     GREEDY_SCORE = "reward/greedy_score", "mean score of the greedy responses of remax"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers"
+    EVAL_LOSS = "eval/loss", "loss on the held-out data of a supervised run (`sft/loss`), eval/SET/loss of a named set"
     EVAL_LENGTH = "eval/length", "mean response length, tokens"
     EVAL_TRUNCATED = "eval/truncated", "share of responses cut by the length limit"
     EVAL_PART = (
         "eval/*",
-        "mean of a rule; eval/SET/...: mean@N, pass@K, maj@N, rules of a set of evaluations",
+        "mean of a rule, or a figure of a supervised run (`dpo/accuracy`); eval/SET/...: mean@N, pass@K, maj@N, rules of a set",
     )
 
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over updates"
@@ -138,6 +141,7 @@ class Metric(_Named):
     POLICY_STOPPED = "policy/stopped_early", "1 if target_kl ended the step's updates"
     POLICY_EXPERT_VIOLATION = "policy/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     POLICY_EXPERTS_IDLE = "policy/experts_idle", "share of the experts that no token of the updates chose"
+    POLICY_REROUTED = "policy/rerouted", "share of replayed routes (token and layer) unlike the policy's own (replay_experts)"
     POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
     CORRECTION_MEAN = (
@@ -183,6 +187,8 @@ class Metric(_Named):
         "summed log-ratio of a response (k1), mean, nats; what the controller sees",
     )
     KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
+    KL_TEACHER_TOKEN = "kl/teacher_per_token", "mean of log policy - log teacher over the sampled tokens (k1), nats"
+    KL_TEACHER_RESPONSE = "kl/teacher_per_response", "the same summed over a response, mean, nats"
 
     RESPONSE_MEAN = "lengths/response_mean", "mean response length, tokens"
     RESPONSE_STD = "lengths/response_std", "standard deviation of the responses' lengths, tokens"
@@ -218,6 +224,8 @@ class Metric(_Named):
         "mean age of the weights that drew a token, those of earlier steps included, in steps",
     )
     TOKEN_AGE_MAX = "rollout/token_age_max", "oldest such weights, steps"
+    TOKEN_AGE_SHARE = "rollout/token_age_share/*", "share of the tokens by weights of this age: 0 to rollout.max_staleness"
+    REPLICAS = "rollout/replicas", "replicas of the sampler that drew the step (rollout.max_staleness); fewer once some were lost"
     RUNNING = "rollout/running", "responses that had begun and not ended when the step was handed over (rollout.max_staleness)"
     REQUESTS_CUT = "rollout/requests_cut", "responses that the push before found half drawn"
     TOKENS_RECOMPUTED = "rollout/tokens_recomputed", "their tokens, prompts included, that vLLM passed again"
@@ -274,17 +282,69 @@ class Metric(_Named):
         "records of files, trackers and console lost since this start",
     )
 
-    SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
+    SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, or divergence from the teacher, nats"
+    SFT_NLL = "sft/nll", "that negative log-prob, where `distillation.coef` mixes both"
+    SFT_DIVERGENCE = "sft/divergence", "that divergence, where `distillation.coef` mixes both"
     SFT_GRAD_NORM = "sft/grad_norm", "global gradient norm before clipping"
     SFT_LR = "sft/lr", "learning rate"
+    SFT_SKIPPED = "sft/skipped_updates", "1 if the update was left out because a gradient was not finite"
     SFT_EXPERT_VIOLATION = "sft/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     SFT_EXPERTS_IDLE = "sft/experts_idle", "share of the experts that no token of the update chose"
     SFT_BALANCE_LOSS = "sft/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
+
+    REWARD_MODEL_LOSS = "reward_model/loss", "mean negative log-likelihood of a preference, nats"
+    REWARD_MODEL_ACCURACY = "reward_model/accuracy", "share of pairs whose better response has the higher score"
+    REWARD_MODEL_MARGIN = "reward_model/margin", "mean score of the better response beyond that of the worse one"
+    REWARD_MODEL_CALIBRATION = (
+        "reward_model/calibration_error",
+        "expected calibration error: distance of the model's probability of an order from the share of such orders, over 10 bins",
+    )
+    REWARD_MODEL_MEAN = "reward_model/score_mean", "mean score of all responses"
+    REWARD_MODEL_STD = "reward_model/score_std", "its standard deviation"
+
+    DPO_LOSS = "dpo/loss", "loss of a preference, and `loss.nll_coef` times `dpo/nll`"
+    DPO_ACCURACY = (
+        "dpo/accuracy",
+        "share of pairs with the higher reward for the better response; kto: of rewards on the right side",
+    )
+    DPO_MARGIN = "dpo/margin", "`dpo/chosen` - `dpo/rejected`"
+    DPO_CHOSEN = "dpo/chosen", "mean reward of the better responses: beta times their log-prob beyond the reference's, where one is"
+    DPO_REJECTED = "dpo/rejected", "the same of the worse responses"
+    DPO_NLL = "dpo/nll", "mean negative log-prob of the better responses' tokens, nats"
+    DPO_KL = "dpo/kl", "estimate of the divergence from the reference that kto subtracts, nats"
 
 
 def of_critic(name: str, role: str) -> str:
     """Return the name of a metric of the first critic for another one: `critic/loss` -> `critic_b/loss`."""
     return role + name.removeprefix("critic")
+
+
+def of_kind(name: str, kind: str) -> str:
+    """Return the name of a metric of fine-tuning for another kind of supervised training: `sft/lr` -> `dpo/lr`."""
+    return kind + name.removeprefix("sft")
+
+
+def figures(named: Mapping[str, float]) -> dict[str, float]:
+    """Return figures of a kind of supervised training from its metrics: `dpo/loss` -> `loss`."""
+    return {name.partition("/")[2]: value for name, value in named.items()}
+
+
+def names_of_kind(kind: str) -> list[str]:
+    """List the names of a supervised run, without those of its held-out data."""
+    own = [metric.value for metric in Metric if metric.value.startswith(f"{kind}/")]
+    shared = [of_kind(metric.value, kind) for metric in Metric if metric.value.startswith("sft/")]
+    plain = [metric.value for metric in (*_OF_STEPS, Metric.HOST_PEAK, Metric.DEVICE_PEAK, Metric.FAILED_SAVES)]
+    stages = ("prompts", "logprobs", "update_policy", "check_replicas", "evaluate")
+    return [
+        *dict.fromkeys((*own, *shared)),
+        *plain,
+        *(Metric.STAGE_SECONDS.of(f"{stage}_s") for stage in stages),
+        *(metric.of("update_policy") for metric in (Metric.TFLOPS, Metric.MFU, Metric.HFU, Metric.STAGE_TOKENS)),
+        Metric.TFLOPS.of("step"),
+    ]
+
+
+_OF_STEPS = (Metric.STEP_SECONDS, Metric.TOKENS_PER_S, Metric.SAMPLES_PER_S, Metric.SAVE_SECONDS)
 
 
 def finite_or_none(value: Any) -> Any:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.config.supervised import KINDS
 from megappo.telemetry.jsonl import read_lines, replace_file
-from megappo.telemetry.metrics import Metric
+from megappo.telemetry.metrics import Metric, of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,19 +22,26 @@ Curves = Mapping[str, Mapping[int, float | None]]
 MOST_DOTS = 40  # values of a curve; more dots would hide its line
 COLUMNS = 3
 _PANEL_INCHES = (4.6, 2.7)
-_TRAINING, _HELD_OUT = "training", "held-out, greedy"
-# Panels of the learning curve: title -> line -> metric.
-LEARNING = {
-    "score": {_TRAINING: Metric.SCORE_MEAN, _HELD_OUT: Metric.EVAL_SCORE},
-    "KL to the reference per response, nats": {_TRAINING: Metric.KL_RESPONSE},
-    "explained variance of the critic": {_TRAINING: Metric.CRITIC_EXPLAINED_VARIANCE},
-    "entropy, nats per token": {_TRAINING: Metric.POLICY_ENTROPY},
-    "response length, tokens": {_TRAINING: Metric.RESPONSE_MEAN},
-    "loss of supervised fine-tuning, nats per token": {_TRAINING: Metric.SFT_LOSS},
+_TRAINING = "training"
+LOSSES = tuple(of_kind(Metric.SFT_LOSS.value, kind) for kind in KINDS)
+EVAL_ACCURACY = Metric.EVAL_PART.of("accuracy")
+# Panels of the learning curve: title -> line -> metrics, of which a run has one.
+LEARNING: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "score": {_TRAINING: [Metric.SCORE_MEAN.value], "held-out, greedy": [Metric.EVAL_SCORE.value]},
+    "KL to the reference per response, nats": {_TRAINING: [Metric.KL_RESPONSE.value]},
+    "KL to the teacher per token, nats": {_TRAINING: [Metric.KL_TEACHER_TOKEN.value]},
+    "explained variance of the critic": {_TRAINING: [Metric.CRITIC_EXPLAINED_VARIANCE.value]},
+    "entropy, nats per token": {_TRAINING: [Metric.POLICY_ENTROPY.value]},
+    "response length, tokens": {_TRAINING: [Metric.RESPONSE_MEAN.value]},
+    "loss": {_TRAINING: LOSSES, "held-out": [Metric.EVAL_LOSS.value]},
+    "share of pairs in the right order": {
+        _TRAINING: [Metric.REWARD_MODEL_ACCURACY.value, Metric.DPO_ACCURACY.value],
+        "held-out": [EVAL_ACCURACY],
+    },
 }
 
-# Score of a set of `evaluations`, which the user names.
-NAMED_SCORE = re.compile(r"eval/(?P<name>.+)/score")
+# Mean score of a set of `evaluations`, which the user names.
+NAMED_SCORE = re.compile(r"eval/(?P<name>[^/]+)/mean@\d+")
 
 
 def write_learning_curve(run_dir: Path) -> Path | None:
@@ -51,11 +59,13 @@ def learning_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
     """Return title -> lines for the panels of the learning curve in which a line has two points or more."""
     drawn = {}
     sets = {name: found["name"] for r in records for name in r if (found := NAMED_SCORE.fullmatch(name))}
-    for title, metrics in LEARNING.items():
-        lines = {name: metric.value for name, metric in metrics.items()}
+    for title, lines in LEARNING.items():
         if title == "score":
-            lines |= {f"held-out {name}": metric for metric, name in sets.items()}
-        curves = {name: {r["step"]: r[metric] for r in records if r.get(metric) is not None} for name, metric in lines.items()}
+            lines = {**lines, **{f"held-out {name}": [metric] for metric, name in sets.items()}}
+        curves = {
+            name: {r["step"]: r[metric] for r in records for metric in metrics if r.get(metric) is not None}
+            for name, metrics in lines.items()
+        }
         if any(len(curve) > 1 for curve in curves.values()):
             drawn[title] = {name: curve for name, curve in curves.items() if curve}
     return drawn

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megappo.telemetry.jsonl import MetricsFile, write_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
+from megappo.telemetry.predicted import Beside
 from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.statistics import StatisticsBlock
 from megappo.telemetry.summary import run_summary
@@ -52,9 +53,9 @@ PPO_COLUMNS = (
 )
 SFT_COLUMNS = (
     Column("loss", Metric.SFT_LOSS, ".4f"),
+    Column("eval", Metric.EVAL_LOSS, ".4f"),
     Column("grad", Metric.SFT_GRAD_NORM, ".3f"),
     Column("lr", Metric.SFT_LR, ".1e", 8),
-    Column("tok/s", Metric.TOKENS_PER_S, ",.0f", 9),
 )
 
 
@@ -68,7 +69,7 @@ def columns_of(names: Sequence[str]) -> Sequence[Column]:
     or the whole name if two titles would be equal."""
     if not names:
         return PPO_COLUMNS
-    usual = {column.metric: column for column in PPO_COLUMNS}
+    usual = {column.metric: column for column in (*PPO_COLUMNS, *SFT_COLUMNS)}
     tails = [name.split("/", 1)[1] for name in names]
     columns = []
     for name, tail in zip(names, tails):
@@ -124,8 +125,6 @@ def _cell(value: float | None, spec: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-SFT_ROWS = 20  # rows that a supervised run prints in all
-
 
 class EvaluationResult(Protocol):
     """Result of one set of an evaluation, e.g. `trainer.evaluation.Evaluation`. name: empty for the set of `data.eval`."""
@@ -138,8 +137,8 @@ class EvaluationResult(Protocol):
 
 class RunLog:
     """Writes metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (None:
-    stdout). trackers: by name, not started. config: the run's, without secrets. progress, summary_every: see
-    `config.run_sections.TelemetryConfig`."""
+    stdout), about `rows` rows in all, or one a step (0). trackers: by name, not started. config: the run's, without secrets.
+    progress, summary_every: see `config.run_sections.TelemetryConfig`. beside: predicted seconds of a step."""
 
     def __init__(
         self,
@@ -149,16 +148,18 @@ class RunLog:
         *,
         progress: Sequence[str] = (),
         summary_every: int = 0,
+        rows: int = 0,
         stream: TextIO | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        self._root = root
+        self._root, self._beside = root, beside or Beside()
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._stream = stream or sys.stdout
         self._side_work = SideWork()
         self._file = MetricsFile(root / "metrics.jsonl")
         self._trackers = Trackers(trackers or {}, config or {}, self._side_work)
         self._progress: Progress | None = None
-        self._columns = columns_of(progress)
+        self._columns, self._rows = columns_of(progress), rows
         self._block = StatisticsBlock(summary_every)
         self._held: tuple[int, dict[str, float]] | None = None
         self._warned: set[str] = set()
@@ -175,23 +176,17 @@ class RunLog:
             self._side_work.run("console", lambda: print(text, file=self._stream, flush=True))
 
     def step(self, metrics: Mapping[str, float], step: int, total_steps: int, timeline: Sequence[str] = ()) -> None:
-        """Log one PPO step: a line in the file, scalars, a row on the console. timeline: lines for a statistics block that is
+        """Log one step: a line in the file, scalars, a row on the console. timeline: lines for a statistics block that is
         due."""
         if self._writes:
             row = {**self._take_held(step), **metrics}
             self._write(row, step)
-            progress = self._progress = self._progress or Progress(self._columns, self._stream)
+            every = max(1, total_steps // self._rows) if self._rows else 1
+            progress = self._progress = self._progress or Progress(self._columns, self._stream, every)
             self._side_work.run("console", lambda: progress.row(row, step, total_steps))
-            for text in self._block.add(row, step, is_last=step == total_steps, more=timeline):
+            is_last = step == total_steps
+            for text in (*self._beside.add(row, is_last=is_last), *self._block.add(row, step, is_last=is_last, more=timeline)):
                 self.note(text)
-
-    def sft_step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
-        """Log one step of supervised fine-tuning; the console gets about 20 rows in all."""
-        if self._writes:
-            self._write(metrics, step)
-            every = max(1, total_steps // SFT_ROWS)
-            progress = self._progress = self._progress or Progress(SFT_COLUMNS, self._stream, every)
-            self._side_work.run("console", lambda: progress.row(metrics, step, total_steps))
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
         """Log the result of one set with the weights after `step`; it joins the line of that step, logged next. Step 0 has no such

@@ -9,7 +9,7 @@ from typing import Any
 from megappo.config.run_directory import EXPORTED, METRICS
 from megappo.telemetry.jsonl import read_lines
 from megappo.telemetry.metrics import Metric
-from megappo.telemetry.plot import NAMED_SCORE
+from megappo.telemetry.plot import EVAL_ACCURACY, LOSSES, NAMED_SCORE
 
 # What a run leaves, and how it is looked at; {} stands for the path.
 _RESULTS = {
@@ -18,6 +18,14 @@ _RESULTS = {
     "trajectories": ("trajectories", "megappo trajectories {run}"),
     "model": (EXPORTED, "{}  (megappo generate {run} --prompt TEXT)"),
 }
+_OF_REWARD_MODEL = {"model": (EXPORTED, "{}  (reward_model.model of a run of PPO)")}
+
+_HELD_OUT = {
+    Metric.EVAL_SCORE.value: "held-out score",
+    Metric.EVAL_LOSS.value: "held-out loss",
+    EVAL_ACCURACY: "held-out accuracy",
+}
+_OF_TRAINING = {Metric.SCORE_MEAN.value: "training score", **dict.fromkeys(LOSSES, "training loss")}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -26,25 +34,28 @@ def run_summary(run_dir: Path) -> list[str]:
     """Return the lines: first and last scores, seconds of a step and its stages, and the results that are there."""
     rows = read_lines(run_dir / METRICS)
     lines = [*_scores(rows), *_seconds(rows)]
-    for what, (name, text) in _RESULTS.items():
+    scores = any(Metric.REWARD_MODEL_LOSS in row for row in rows)
+    for what, (name, text) in (_RESULTS | _OF_REWARD_MODEL if scores else _RESULTS).items():
         if (run_dir / name).exists():
             lines.append((what, text.format(run_dir / name, run=run_dir)))
     return [f"{what + ':':<20} {text}" for what, text in lines]
 
 
 def _scores(rows: Rows) -> Iterator[tuple[str, str]]:
-    """First and last score of every evaluation set, or of the training where nothing was evaluated."""
-    sets = {Metric.EVAL_SCORE.value: "held-out"} if any(Metric.EVAL_SCORE in row for row in rows) else {}
-    sets |= {name: found["name"] for row in rows for name in row if (found := NAMED_SCORE.fullmatch(name))}
-    for metric, name in (sets or {Metric.SCORE_MEAN.value: "training"}).items():
+    """First and last score of every evaluation set, in a supervised run loss and accuracy, or those of the training where nothing
+    was evaluated."""
+    logged = dict.fromkeys(name for row in rows for name in row)
+    held_out = {name: text for name, text in _HELD_OUT.items() if name in logged}
+    held_out |= {name: f"{found['name']} score" for name in logged if (found := NAMED_SCORE.fullmatch(name))}
+    for metric, name in (held_out or _OF_TRAINING).items():
         known = [row for row in rows if row.get(metric) is not None]
         if known:
-            ends = [f"{_score(row[metric])} at step {row['step']}" for row in (known[0], known[-1])]
-            yield f"{name} score", " -> ".join(ends)
+            ends = [f"{_value(row[metric], name)} at step {row['step']}" for row in (known[0], known[-1])]
+            yield name, " -> ".join(ends)
 
 
-def _score(value: float) -> str:
-    return f"{value:.1%}" if 0 <= value <= 1 else f"{value:.4g}"
+def _value(value: float, name: str) -> str:
+    return f"{value:.1%}" if 0 <= value <= 1 and not name.endswith("loss") else f"{value:.4g}"
 
 
 def _seconds(rows: Rows) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,7 @@ from megappo.trainer.token_scans import (
     gae_over_tokens,
     gae_over_turns,
     rewards_of,
+    teacher_term,
     value_after,
     vtrace_over_tokens,
     whole_responses,
@@ -66,6 +67,11 @@ def add_advantages(
         )
     else:
         shaped = _without_critic(experience, score, kl_coef, algorithm, per_token)
+    if (distillation := algorithm.distillation) is not None and distillation.placement == "advantage":
+        batch = shaped.experience.batch
+        of_teacher = teacher_term(batch, distillation.coef)
+        fields = {name: batch[name] + of_teacher for name in ("advantage", "raw_advantage")}
+        shaped = shaped._replace(experience=shaped.experience.with_fields(fields))
     reweighted, metrics = reweight(shaped.experience, algorithm)
     return Shaped(reweighted, {**shaped.metrics, **metrics})
 
@@ -84,8 +90,9 @@ def advantages_of(
     of `pack_experience`), value_mask, reward and returns cover the whole responses that end in this step, and a length-adaptive
     lambda uses the length so far. Collective over the world: whitening uses the moments of all ranks.
 
-    batch: this rank's samples with logprob, response_mask, truncated, and value and bootstrap of every critic; also ref_logprob if
-    the KL is in the reward, rollout_logprob for V-trace. score: [B] on the host. kl_coef: the controller's current coefficient.
+    batch: this rank's samples with logprob, response_mask, truncated, and value and bootstrap of every critic; also ref_logprob and
+    teacher_logprob if their KL is in the reward, rollout_logprob for V-trace. score: [B] on the host. kl_coef: the controller's
+    current coefficient.
     per_token: [B] rewards of each sampled token, or None for a sample without; they are added to KL and score.
     """
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]

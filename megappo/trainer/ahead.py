@@ -4,16 +4,15 @@ begin under weights that are at most `rollout.max_staleness` steps older than in
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from megappo.data.loader import PromptLoader
+from megappo.config.schema import TrainConfig
+from megappo.data.ahead import AheadLoader
 from megappo.data.prompts import Prompt
-from megappo.rollout.half import CANARY, RolloutHalf
+from megappo.rollout.half import CANARY, GREEDY, RolloutHalf
 from megappo.rollout.types import Request, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -21,6 +20,7 @@ from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.collect import canary_requests, collect, requests_of_step
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
+from megappo.trainer.left_out import REDRAWN
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prompt_source import PromptSource
 from megappo.trainer.report import StepRecord
@@ -29,57 +29,8 @@ from megappo.trainer.sampler_check import compare_with_sampler, require_agreemen
 IDLE_SHARE, IDLE_STEPS = 0.2, 10
 """Share of the time that a half may wait without a line about it, over so many steps."""
 CANARY_SEQUENCES, CANARY_TOKENS = 4, 32
-
-
-class AheadLoader(PromptLoader):
-    """A run's loader whose cursor is ahead of the steps. rows: step -> prompts of steps that have begun and were not trained on.
-    n: samples per prompt. asked, trained, left_out: samples of the run so far, for the ledger."""
-
-    def __init__(self, loader: PromptLoader, staleness: int, n: int, total_steps: int) -> None:
-        vars(self).update(vars(loader))
-        self._staleness, self.n, self._total_steps = staleness, n, total_steps
-        self.rows: dict[int, list[int]] = {}
-        self.asked, self.trained, self.left_out = 0, 0, Counter[str]()
-
-    def admit(self, step: int) -> dict[int, list[int]]:
-        """Draw the prompts of the steps that may begin now that `step` is next; return step -> rows of those that are new."""
-        last = min(step + self._staleness, self._total_steps)
-        new = {one: self.next_step() for one in range(max(self.rows, default=step - 1) + 1, last + 1)}
-        self.rows |= new
-        self.asked += self.n * sum(map(len, new.values()))
-        return new
-
-    def ledger(self) -> str:
-        """Return a line that accounts for every sample of the run. RuntimeError if one is lost or was trained on twice."""
-        in_flight, left = self.n * sum(map(len, self.rows.values())), self.left_out.total()
-        reasons = f" ({', '.join(f'{count} {reason}' for reason, count in sorted(self.left_out.items()))})" if left else ""
-        found = f"{self.trained:,} trained on + {left:,} left out{reasons} + {in_flight:,} in flight"
-        if self.asked != self.trained + left + in_flight:
-            raise RuntimeError(f"samples were lost or trained on twice: {self.asked:,} asked for, {found}")
-        return f"samples: {self.asked:,} asked for = {found}"
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = {str(step): rows for step, rows in self.rows.items()}
-        ledger = {"asked": self.asked, "trained": self.trained, "left_out": dict(self.left_out)}
-        return {**super().state_dict(), "ahead": {"n": self.n, "rows": rows}, "ledger": ledger}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `PromptLoader.load_state_dict`; the numbers of prompts and samples may change only while nothing is in flight, and
-        `rollout.max_staleness` may not be less than what is."""
-        ahead, ledger = state.get("ahead", {"n": self.n, "rows": {}}), state.get("ledger", {})
-        rows = {int(step): rows for step, rows in ahead["rows"].items()}
-        if len(rows) > self._staleness:
-            raise ValueError(
-                f"cannot resume: rollout.max_staleness = {self._staleness}, and the responses of {len(rows)} steps have begun; "
-                f"set it to {len(rows)}"
-            )
-        if rows and (ahead["n"] != self.n or any(len(one) != self.prompts_per_step for one in rows.values())):
-            key = "data.prompts_per_step" if ahead["n"] == self.n else "rollout.samples_per_prompt"
-            raise ValueError(f"cannot resume: {key} changed, and the responses of {len(rows)} steps have begun; restore it")
-        super().load_state_dict({name: value for name, value in state.items() if name != "ahead"})
-        self.rows = rows
-        self.asked, self.trained = ledger.get("asked", 0), ledger.get("trained", 0)
-        self.left_out = Counter(ledger.get("left_out", {}))
+NO_SPREAD = "no spread"
+"""Why samples were left out whose prompt dynamic sampling replaced."""
 
 
 def canary_sampling(training: SamplingParams) -> SamplingParams:
@@ -101,7 +52,7 @@ class Canary(Extra):
         count = max(CANARY_SEQUENCES, self._roles.shares["policy"].count)
         taken = [rows[place % len(rows)] for place in range(count)]
         self._requests = canary_requests(prompts, taken, seed, step)
-        self._half.ask_canary(step, taken)
+        self._half.ask_beside(CANARY, step, taken)
 
     def before_updates(self, record: StepRecord) -> None:
         """Compare under the pushed weights. Collective over the world. SamplerMismatch on every rank."""
@@ -117,22 +68,42 @@ class Canary(Extra):
 
 
 class AheadSource(PromptSource):
-    """Source of an asynchronous run's requests, which the rollout half makes from the same rows."""
+    """Source of an asynchronous run's requests, which the rollout half makes from the same rows. The first round of a step begins
+    ahead, its others when they are drawn. total_steps: of the run."""
 
-    def __init__(self, prompts: Sequence[Prompt], loader: AheadLoader, seed: int, half: RolloutHalf, canary: Canary) -> None:
-        super().__init__(prompts, loader, loader.n, seed)
-        self._ahead, self._half, self._canary = loader, half, canary
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompts: Sequence[Prompt],
+        loader: AheadLoader,
+        total_steps: int,
+        half: RolloutHalf,
+        canary: Canary,
+    ) -> None:
+        super().__init__(prompts, loader, loader.n, config.run.seed, config.algorithm.dynamic_sampling)
+        self._ahead, self._half, self._canary, self._total_steps = loader, half, canary, total_steps
+        self._is_compared = config.algorithm.estimator.type == "remax"
 
     def draw(self, step: int, num_rows: int, num_before: int) -> tuple[Sequence[int], Sequence[Request]]:
+        if num_before:
+            rows, requests = super().draw(step, num_rows, num_before)
+            self._half.ask_refill(step, rows, num_before)
+        else:
+            rows, requests = self._draw_first(step)
+        if self._is_compared:
+            self._half.ask_beside(GREEDY, step, rows)
+        return rows, requests
+
+    def _draw_first(self, step: int) -> tuple[Sequence[int], Sequence[Request]]:
         if (begun := self._ahead.rows.get(step)) is not None:  # else the newest weights draw all of it, and it is judged itself
             self._canary.ask(self.prompts, begun, self.seed, step)
-        for one, rows in self._ahead.admit(step).items():
+        for one, rows in self._ahead.admit(step, self._total_steps).items():
             self._half.ask(one, rows)
         rows = self._ahead.rows.pop(step)
         return rows, requests_of_step(self.prompts, rows, self.samples_per_row, self.seed, step)
 
     def end(self, experience: Experience) -> dict[str, float]:
-        return dict(self._half.figures)
+        return self._half.figures()
 
 
 class Accounts(Extra):
@@ -144,7 +115,10 @@ class Accounts(Extra):
         self._waited: dict[str, float] = {}
 
     def after_log(self, record: StepRecord) -> None:
-        left_out, table = record.rollout.left_out, record.experience.table
+        left_out, rounds, table = record.rollout.left_out, record.rollout.rounds, record.experience.table
+        if rounds is not None:
+            self._loader.left_out[NO_SPREAD] += rounds.prompts_replaced * self._loader.n
+        self._loader.left_out[REDRAWN] += record.rollout.redrawn
         if left_out is not None:
             table = left_out.experience.table.rows(left_out.numbers)
             self._loader.left_out.update(left_out.counts)

@@ -1,10 +1,11 @@
-"""Builds the loop of a run from its configuration and models: PPO, or the pretraining of critics on recorded trajectories."""
+"""Builds the loop of a run from its configuration and models: PPO, pretraining of critics on recorded trajectories, or supervised
+training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from megappo.config.evaluations import best_metric, best_mode
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.role_sections import AVERAGE
 from megappo.config.schema import KLConfig, TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.data.ahead import AheadLoader
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
 from megappo.rollout.half import RolloutHalf
@@ -25,7 +28,7 @@ from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.ahead import Accounts, AheadLoader, AheadSource, Canary
+from megappo.trainer.ahead import Accounts, AheadSource, Canary
 from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
@@ -45,6 +48,8 @@ from megappo.trainer.partial_rollouts import prompt_source_of
 from megappo.trainer.ppo import PPO
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.run import AnyData
+from megappo.trainer.prepare.supervised import SupervisedData
 from megappo.trainer.recorded import RecordedPretraining
 from megappo.trainer.refresh import REFERENCE, ReferenceRefresh, refresh_sync
 from megappo.trainer.reward_model import model_scorer
@@ -52,10 +57,11 @@ from megappo.trainer.rollout_side import RolloutSide
 from megappo.trainer.rounds import Sampler
 from megappo.trainer.run import Run
 from megappo.trainer.rundir import RunDir
-from megappo.trainer.sampling import evaluators_of_run, place_of_policy, sampling_params, scorer_of
+from megappo.trainer.sampling import evaluators_of_run, place_of_policy, recorded_experts, sampling_params, scorer_of
 from megappo.trainer.save_schedule import BestCheckpoint
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.state import TrainerState
+from megappo.trainer.supervised import Supervised
 from megappo.trainer.training_side import TrainingSide
 
 
@@ -81,13 +87,18 @@ class Models:
     device: torch.device
 
 
-def build_models(config: TrainConfig, factory: EngineFactory, total_steps: int, device: torch.device) -> Models:
-    roles = build_roles(config, factory, updates_of_run(config, total_steps))
+def build_models(config: AnyConfig, factory: EngineFactory, data: AnyData, device: torch.device) -> Models:
+    images = None if isinstance(data, RecordedData) or data.images is None else data.images.store
+    roles = build_roles(config, factory, updates_of_run(config, data.total_steps), images=images)
+    if isinstance(config, SupervisedConfig):
+        return Models(roles, None, device)
     return Models(roles, average_of(config.policy.ema, roles.engines.get("policy")), device)
 
 
-def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
+def updates_of_run(config: AnyConfig, total_steps: int) -> dict[str, int]:
     """Return trained role -> optimizer steps of the whole run."""
+    if isinstance(config, SupervisedConfig):
+        return {config.learner: total_steps}
     steps = dict.fromkeys(trained_sections(config), total_steps)
     # The policy is not updated during a critic warm-up of fixed length.
     warmup = config.critic.warmup
@@ -100,8 +111,10 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def _extra_models(config: TrainConfig, models: Models) -> dict[str, StatefulModel | None]:
+def _extra_models(config: AnyConfig, models: Models) -> dict[str, StatefulModel | None]:
     """Return the models saved beside the trained ones, None where they do not live: the average and a refreshed reference."""
+    if isinstance(config, SupervisedConfig):
+        return {}
     found: dict[str, StatefulModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
     if config.reference.refresh is not None and REFERENCE in models.roles.placements:
         reference = models.roles.reference
@@ -116,21 +129,21 @@ def kl_controller(kl: KLConfig) -> KLController:
 
 
 def checkpoints_of(
-    config: TrainConfig,
-    data: RunData | RecordedData,
+    config: AnyConfig,
+    data: AnyData,
     models: Models,
     state: TrainerState,
-    kl: KLController,
+    kl: KLController | None,
     claimed: Claimed,
     log: RunLog,
 ) -> Checkpoints:
-    """Build the checkpoints of the run: what they hold and when they are made."""
+    """Build the checkpoints of the run: what they hold and when they are made. kl: of PPO."""
     roles = models.roles
     layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
     if "policy" in layouts:
         layouts[AVERAGE] = layouts["policy"]
     texts = {} if data.ptx is None else {"ptx": data.ptx.loader}
-    components = {"loader": data.loader, "kl_controller": kl, **texts}
+    components = {"loader": data.loader, **({} if kl is None else {"kl_controller": kl}), **texts}
     return Checkpoints(
         claimed.store,
         config.checkpoint,
@@ -164,12 +177,13 @@ def build_ppo(
     """Build the PPO loop with the extras of the configuration. Collective over the world if the reference is refreshed."""
     refresh = refresh_of(config, models) if config.reference.refresh is not None else None
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
+    sampling = replace(sampling, record_experts=recorded_experts(config))
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
     ahead: list[Extra] = []
     if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
         canary = Canary(rollout, roles, models.device, sampling, config.rollout.max_prob_diff)
-        source = AheadSource(data.train.prompts, data.loader, config.run.seed, rollout, canary)
+        source = AheadSource(config, data.train.prompts, data.loader, data.total_steps, rollout, canary)
         ahead = [canary, Accounts(data.loader, log)]
     else:
         source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
@@ -209,3 +223,8 @@ def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRef
 def build_pretraining(config: TrainConfig, data: RecordedData, models: Models, run: Run) -> RecordedPretraining:
     replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
     return RecordedPretraining(config, run, models.roles, models.device, data.samples, data.loader, replicas)
+
+
+def build_supervised(config: SupervisedConfig, data: SupervisedData, models: Models, run: Run) -> Supervised:
+    replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
+    return Supervised(config, run, models.roles, data, replicas)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.layout_checks import head_rows_of, reference_is_base, roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig, is_critic, section_of
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, LearnedRewardConfig, SupervisedConfig
+from megappo.data.images import ImageStore
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import arch_for
@@ -22,7 +24,7 @@ from megappo.parallel.shares import Shares, shares_of
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.prepare.checkpoint_source import critic_source
 from megappo.trainer.prepare.layouts import model_paths
-from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel
+from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel, Teacher
 
 Role = LanguageModel | Critic | RewardModel
 
@@ -30,7 +32,13 @@ Role = LanguageModel | Critic | RewardModel
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": lambda config, engine: Policy(engine, _temperature(config), config.algorithm, config.policy.logits_dtype),
     "critic": lambda config, engine: Critic(engine, config.critics_in_use[engine.name].loss, engine.name),  # and every further one
-    "reference": lambda config, engine: LanguageModel(engine, _temperature(config), config.policy.logits_dtype),
+    "reference": lambda config, engine: LanguageModel(
+        engine,
+        _temperature(config),
+        config.policy.logits_dtype,
+        replays_experts=config.rollout.replay_experts == "all",
+    ),
+    "teacher": lambda config, engine: Teacher(engine, _temperature(config), config.policy.logits_dtype),
     "reward_model": lambda config, engine: RewardModel(engine),
 }
 """Role -> constructor from (configuration, engine). A new role needs an entry here and a section of the configuration
@@ -39,6 +47,22 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
 
 def _temperature(config: TrainConfig) -> float:
     return config.rollout.sampling.temperature
+
+
+def _role_of(config: AnyConfig, name: str, engine: Engine) -> Role:
+    """Make the role of an engine; in a supervised run a model without a sampler, or with a value head."""
+    if isinstance(config, SupervisedConfig):
+        of_logprobs = Teacher if name == "teacher" else LanguageModel
+        return RewardModel(engine) if engine.value_head else of_logprobs(engine, temperature=1.0)
+    return ROLES["critic" if is_critic(name) else name](config, engine)
+
+
+def _base_of(config: AnyConfig, engine: Engine) -> BaseOfPolicy:
+    """Make the reference that is the base of this engine's model."""
+    if isinstance(config, SupervisedConfig):
+        return BaseOfPolicy(engine, temperature=1.0)
+    how = {"replays_experts": config.rollout.replay_experts == "all"}
+    return BaseOfPolicy(engine, _temperature(config), config.policy.logits_dtype, **how)
 
 
 @dataclass(frozen=True)
@@ -93,21 +117,27 @@ class Roles:
 
 
 def build_roles(
-    config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int], *, random_weights: bool = False
+    config: AnyConfig,
+    engines: EngineFactory,
+    total_updates: Mapping[str, int],
+    *,
+    random_weights: bool = False,
+    images: ImageStore | None = None,
 ) -> Roles:
     """Build all roles that `config` uses, in their order. Collective over the world. ValueError if a model cannot be built.
-    total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights: see `EngineSpec`."""
+    total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights, images: see `EngineSpec`."""
     sections: dict[str, RoleConfig] = {name: section_of(config, name) for name in roles_in_use(config)}
     engines.connect(sections.values())
-    built = {name: build_role(config, name, engines, total_updates.get(name), random_weights=random_weights) for name in sections}
+    how: dict[str, Any] = {"random_weights": random_weights, "images": images}
+    built = {name: build_role(config, name, engines, total_updates.get(name), **how) for name in sections}
     world_size = dist.get_world_size()
     placements = {name: placement_of(section.ranks, world_size) for name, section in sections.items()}
     shares = {name: _shares_of(built[name], section, placements[name]) for name, section in sections.items()}
     by_name = {name: role for name, role in built.items() if role is not None}
     if reference_is_base(config):
-        shares["reference"] = shares["policy"]
-        if (policy := by_name.get("policy")) is not None:
-            by_name["reference"] = BaseOfPolicy(policy.engine, _temperature(config), config.policy.logits_dtype)
+        shares["reference"] = shares[config.learner]
+        if (learner := by_name.get(config.learner)) is not None:
+            by_name["reference"] = _base_of(config, learner.engine)
     return Roles(by_name, placements, tuple(name for name in sections if name in total_updates), shares)
 
 
@@ -119,23 +149,29 @@ def _shares_of(role: Role | None, section: RoleConfig, placement: Placement) -> 
 
 
 def build_role(
-    config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
+    config: AnyConfig,
+    name: str,
+    engines: EngineFactory,
+    total_updates: int | None,
+    *,
+    random_weights: bool = False,
+    images: ImageStore | None = None,
 ) -> Role | None:
     """Build one role; None on ranks where it does not live. Collective over the world.
-    total_updates: None for a frozen role. random_weights: see `EngineSpec`."""
-    spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights)
+    total_updates: None for a frozen role. random_weights, images: see `EngineSpec`."""
+    spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights, images=images)
     engine = engines.build(spec)
-    return None if engine is None else ROLES["critic" if is_critic(name) else name](config, engine)
+    return None if engine is None else _role_of(config, name, engine)
 
 
-def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int | None) -> EngineSpec:
+def spec_of_role(config: AnyConfig, name: str, total_updates: int | None) -> EngineSpec:
     """Describe the engine of a role, with the architecture read from its checkpoint. total_updates: None for a frozen role."""
     section: RoleConfig = section_of(config, name)
     _, path = model_paths(config)[name]
     return EngineSpec(
         role=name,
         model=path,
-        arch=arch_for(path, section.engine, head_rows_of(section)),
+        arch=replace(arch_for(path, section.engine, head_rows_of(section)), scores_texts=isinstance(section, LearnedRewardConfig)),
         section=section,
         value_head=value_head_of(section),
         total_updates=total_updates,

@@ -213,6 +213,10 @@ class Evaluations:
         """Return the names of the sets that are due after `step`, in order."""
         return [one.name for one in self._evaluators if one.is_due(step, self._total_steps)]
 
+    def of_push(self, step: int) -> list[str]:
+        """Return those that are due after `step` and drawn by the weights that this step has pushed."""
+        return self.due(step) if self._weights is nullcontext else []
+
     def after(self, step: int, timers: StageTimers) -> list[Evaluation]:
         """Evaluate the sets due after `step` (0: before training), log and return their results. Collective over the world."""
         due = self.due(step)

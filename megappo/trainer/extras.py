@@ -23,6 +23,8 @@ from megappo.parallel.consensus import gathered_at
 from megappo.parallel.totals import maxima, place_in_world, total, totals
 from megappo.rewards.compose import Scored
 from megappo.rollout.generation import generate
+from megappo.rollout.half import GREEDY as GREEDY_BATCH
+from megappo.rollout.types import SamplingParams
 from megappo.telemetry.metrics import Distribution, Metric, of_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -205,20 +207,29 @@ class Extra:
         """Run in stage 8, after the step is logged."""
 
 
+def greedy_requests(requests: SampleRequests) -> SampleRequests:
+    """Return one request per prompt, numbered like the groups of its samples."""
+    return replace(requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
+
+
+def greedy_sampling(training: SamplingParams) -> SamplingParams:
+    return replace(training, temperature=0.0, top_p=1.0, top_k=-1, record_top_k_ids=False)
+
+
 class GreedyBaseline(Extra):
     """Baseline of the estimator remax (Li et al. 2024, arXiv:2310.10505): the score of one greedy response to each prompt.
     Greedy responses are drawn in stage 2 and scored in stage 3 beside the samples, and not trained on."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._engine, params, self._tokenizer, self._scorer = sampler
-        self._params = replace(params, temperature=0.0, top_p=1.0, top_k=-1, record_top_k_ids=False)
+        self._params = greedy_sampling(params)
         self._greedy: Experience
 
     def after_generate(self, drawn: Round) -> None:
         """Draw one greedy response per prompt, numbered like the groups of the samples. Collective over the world."""
         assert isinstance(drawn.requests, SampleRequests), "responses that go on have no greedy one"
-        once = replace(drawn.requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
-        self._greedy = collect(once, generate(self._engine, once, self._params))
+        once = greedy_requests(drawn.requests)
+        self._greedy = collect(once, generate(self._engine, once, self._params, batch=f"{GREEDY_BATCH}{drawn.step}"))
 
     def after_score(self, drawn: Round, experience: Experience) -> Experience:
         """Add the field GREEDY, [B] fp64. Collective over the world; errors as `score_responses`."""

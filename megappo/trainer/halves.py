@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,20 +18,27 @@ from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import raised_by_all, told_by
-from megappo.rollout.build import RolloutElsewhere
+from megappo.parallel.device import job_store
+from megappo.rollout.build import Again, RolloutElsewhere
 from megappo.rollout.channel import Channel
-from megappo.rollout.event_log import Event, EventLog, read_script
-from megappo.rollout.half import IN_FLIGHT, RolloutHalf
+from megappo.rollout.environment import environment_of, limits_of
+from megappo.rollout.event_log import Change, Event, EventLog, read_changes, read_script
+from megappo.rollout.half import GREEDY, IN_FLIGHT, RolloutHalf
+from megappo.rollout.meetings import Guests, Hosts, Seats
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Request, RolloutEngine, SamplingParams
 from megappo.runtime.ending import input_accepted
-from megappo.trainer.ahead import AheadLoader, canary_sampling
+from megappo.runtime.sections import GENERATING, TRAINING_HALF
+from megappo.trainer.ahead import canary_sampling
 from megappo.trainer.assembly import Claimed
-from megappo.trainer.experience.collect import canary_requests, evaluation_requests, requests_of_step
+from megappo.trainer.experience.collect import SampleRequests, canary_requests, evaluation_requests, requests_of_step
+from megappo.trainer.extras import greedy_requests, greedy_sampling
 from megappo.trainer.prepare.data import RunData
-from megappo.trainer.sampling import rollout_of, sampling_of_set, sampling_params
+from megappo.trainer.sampling import engine_of, sampling_of_set, sampling_params, scorer_of
+from megappo.trainer.scoring import RewardsBeside
 
 if TYPE_CHECKING:
+    from megappo.rollout.episodes import Episodes
     from megappo.rollout.server import RequestSource
     from megappo.rollout.vllm_engine import VllmEngine
 
@@ -46,67 +53,147 @@ def run_halves(
     world. replay: directory of a run whose order of events is repeated. ValueError on all ranks if its log does not fit."""
     ranks = ranks_of(config.rollout.ranks, dist.get_world_size())
     leaders = ranks[:: config.rollout.tp]
-    script = raised_by_all(lambda: _script(config, claimed, replay, leaders), ValueError)
+    script, changes = raised_by_all(lambda: _script(config, claimed, replay, leaders), ValueError)
     limit = timedelta(seconds=config.run.timeouts.meeting_s)
     group = dist.new_group(list(range(ranks[0])), timeout=limit, group_desc="training")  # collective over the world
     channel = _channel(leaders, config.run.timeouts.meeting_s)
-    trains = isinstance(group, dist.ProcessGroup)
+    about = channel, seats_of(config, dist.get_world_size()), config.run.timeouts, claimed.watchdog
+    if isinstance(group, dist.ProcessGroup):
+        hosts = Hosts(*about, changes)
+        with _told_to_others(channel, "training"):
+            return _train_half(config, data, claimed, device, hosts, SubWorld(group), train)
+    guests = Guests(*about)
+    with _told_to_others(channel, "rollout", guests.end_if_lost), input_accepted():
+        engine = cast("VllmEngine", engine_of(config, data, None, device))
+        finished = _rollout_half(config, data, claimed, guests, engine, _events_of(config, claimed, channel, script))
+    guests.leave()
+    return finished
+
+
+def seats_of(config: TrainConfig, world_size: int) -> Seats:
+    """Return the ranks of an asynchronous run."""
+    ranks = ranks_of(config.rollout.ranks, world_size)
+    return Seats(ranks[0], config.rollout.tp, len(ranks) // config.rollout.tp)
+
+
+def join_half(config: TrainConfig, data: RunData, claimed: Claimed, device: torch.device, rank: int, again: Again) -> bool:
+    """Answer requests again on this rank of a replica that was lost, as the rollout half of `run_halves`; return if the run has
+    finished. The replica is the world. rank: of the run. ValueError if the log of the replica is of another run."""
+    seats, store = seats_of(config, again.world_size), job_store()
+    leaders = [seats.of(replica)[0] for replica in range(seats.replicas)]
+    channel = Channel(dist.PrefixStore(store.get(_CHANNEL).decode(), store), rank, leaders, config.run.timeouts.meeting_s)
+    # The run waits for nothing of this: an error here is that of a rank that is still lost.
+    engine = cast("VllmEngine", engine_of(config, data, None, device, again))
+    guests = Guests(channel, seats, config.run.timeouts, claimed.watchdog, joins=True)
+    events = _events_of(config, claimed, channel)
+    events.begin_again()
+    with _told_to_others(channel, "rollout", guests.end_if_lost), input_accepted():
+        finished = _rollout_half(config, data, claimed, guests, engine, events, joins=True)
+    guests.leave()
+    return finished
+
+
+@contextmanager
+def _told_to_others(channel: Channel, half: str, first: Callable[[BaseException], None] = lambda error: None) -> Iterator[None]:
+    """Leave an error of this rank to the other half. first: called before."""
     try:
-        if isinstance(group, dist.ProcessGroup):
-            return _train_half(config, data, claimed, device, channel, SubWorld(group), train)
-        with input_accepted():
-            return _rollout_half(config, data, claimed, device, channel, script)
+        yield
     except BaseException as error:
-        channel.fail("training" if trains else "rollout", error)
+        first(error)
+        channel.fail(half, error)
         raise
 
 
 def _channel(leaders: Sequence[int], limit_s: float) -> Channel:
-    default: Any = dist.distributed_c10d._get_default_store()  # the method is missing in torch's stub
-    # A connection of its own: a wait would hold that of other threads. A name of its own: one world may run many times.
-    name = told_by(0, f"megappo.halves.{default.add('megappo.halves', 1)}" if dist.get_rank() == 0 else "")
-    return Channel(dist.PrefixStore(name, default.clone()), dist.get_rank(), leaders, limit_s)
+    store = job_store()
+    # A name of its own: one world may run many times.
+    name = told_by(0, f"megappo.halves.{store.add('megappo.halves', 1)}" if dist.get_rank() == 0 else "")
+    if dist.get_rank() == 0:
+        store.set(_CHANNEL, name)
+    return Channel(dist.PrefixStore(name, store), dist.get_rank(), leaders, limit_s)
+
+
+_CHANNEL = "megappo.channel"  # key of the job's store: prefix of the messages between its halves
 
 
 def _train_half(
-    config: TrainConfig, data: RunData, claimed: Claimed, device: torch.device, channel: Channel, world: SubWorld, train: Train
+    config: TrainConfig, data: RunData, claimed: Claimed, device: torch.device, hosts: Hosts, world: SubWorld, train: Train
 ) -> bool:
     rollout = config.rollout
     assert rollout.max_staleness is not None, "a synchronous run has no halves"
-    loader = AheadLoader(data.loader, rollout.max_staleness, rollout.samples_per_prompt, data.total_steps)
-    with world.installed() as outside:
+    with world.installed() as outside, _outside_of(hosts, outside):
         checkpoints = claimed.run_dir.checkpoints
         # A resume computes the cache of what ran, so a run that keeps it does so where a save is due: they stay equal.
         every = config.checkpoint.save_every if rollout.cache_after_push == "keep" else 0
         every = every if isinstance(every, int) else 0
-        half = RolloutHalf(channel, outside, claimed.watchdog.sections, checkpoints, claimed.stop, every)
+        half = RolloutHalf(hosts, claimed.watchdog.sections, checkpoints, claimed.stop, rollout.max_staleness, every)
 
         def build(policy: Engine | None) -> RolloutEngine:
-            return half.build(lambda: cast(RolloutElsewhere, rollout_of(config, data, policy, device)))
+            return half.build(lambda: cast(RolloutElsewhere, engine_of(config, data, policy, device)))
 
-        finished = train(replace(data, loader=loader), replace(claimed, in_flight=half.snapshots), build)
-        channel.tell("stop", finished=finished)
+        finished = train(data, replace(claimed, in_flight=half.snapshots), build)
+        hosts.channel.tell("stop", finished=finished)
     return finished
 
 
-def _rollout_half(
-    config: TrainConfig, data: RunData, claimed: Claimed, device: torch.device, channel: Channel, script: Sequence[Event]
-) -> bool:
-    from megappo.rollout.server import serve  # it imports vLLM's side, which the training half never needs
+@contextmanager
+def _outside_of(hosts: Hosts, outside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    hosts.outside = outside
+    try:
+        yield
+    finally:
+        hosts.close()
 
-    engine = cast("VllmEngine", rollout_of(config, data, None, device))
-    path = _log_of(claimed.run_dir.root, channel.leaders.index(dist.get_rank())) if dist.get_rank() in channel.leaders else None
+
+def _rollout_half(
+    config: TrainConfig,
+    data: RunData,
+    claimed: Claimed,
+    guests: Guests,
+    vllm: VllmEngine,
+    events: EventLog,
+    *,
+    joins: bool = False,
+) -> bool:
+    from megappo.rollout.episodes import Episodes  # both import vLLM's side, which the training half never needs
+    from megappo.rollout.server import serve
+
+    engine, channel = _player_of(config, data, vllm), guests.channel
     source, sections = _source_of(config, data), claimed.watchdog.sections
 
     def between_steps() -> None:
-        sections.advance()
+        # An idle loop is no progress: while a rank that trains hangs, no rank works.
+        works = (engine.num_open if isinstance(engine, Episodes) else engine.num_unfinished) > 0
+        sections.turn_to(GENERATING if works else TRAINING_HALF, advances=works)
         if claimed.stop.received is not None:
             channel.ask_to_stop(claimed.stop.received.name)
 
-    training_ranks = ranks_of(config.rollout.ranks, dist.get_world_size())[0]
-    events = EventLog(path, _header(config, claimed), script)
-    with closing(engine):
-        return serve(engine, channel, source, training_ranks, events, _in_flight_of, between_steps)
+    rewards = _rewards_of(config, data) if channel.rank in channel.leaders else None
+    with closing(engine), nullcontext() if rewards is None else closing(rewards):
+        return serve(engine, guests, source, events, _in_flight_of, between_steps, rewards, joins=joins)
+
+
+def _events_of(config: TrainConfig, claimed: Claimed, channel: Channel, script: Sequence[Event] = ()) -> EventLog:
+    leads = channel.rank in channel.leaders
+    path = _log_of(claimed.run_dir.root, channel.leaders.index(channel.rank)) if leads else None
+    return EventLog(path, _header(config, claimed), script)
+
+
+def _rewards_of(config: TrainConfig, data: RunData) -> RewardsBeside | None:
+    scorer = scorer_of(config.reward, data.reward_parts)
+    if scorer.streams:
+        return RewardsBeside(scorer, data.tokenizer, config.rollout.stop)
+    scorer.close()
+    return None
+
+
+def _player_of(config: TrainConfig, data: RunData, engine: VllmEngine) -> VllmEngine | Episodes:
+    from megappo.rollout.episodes import Episodes
+
+    if data.environment is None:
+        return engine
+    environment = environment_of(data.environment, data.tokenizer, config.rollout.stop)
+    return Episodes(engine, environment, **limits_of(data.environment, config, data.tokenizer))
 
 
 def _source_of(config: TrainConfig, data: RunData) -> RequestSource:
@@ -119,13 +206,15 @@ def _source_of(config: TrainConfig, data: RunData) -> RequestSource:
         prompts, settings = sets[name].prompts.prompts, sets[name].settings
         return evaluation_requests(prompts, settings.n, seed, name), sampling_of_set(settings, sampling)
 
-    def of_canary(step: int, rows: Sequence[int]) -> tuple[Sequence[Request], SamplingParams]:
+    def of_beside(name: str, step: int, rows: Sequence[int]) -> tuple[Sequence[Request], SamplingParams]:
+        if name == GREEDY:
+            return greedy_requests(of_step(step, rows, 0)), greedy_sampling(sampling)
         return canary_requests(data.train.prompts, rows, seed, step), canary_sampling(sampling)
 
-    def of_step(step: int, rows: Sequence[int]) -> Sequence[Request]:
-        return requests_of_step(data.train.prompts, rows, n, seed, step)
+    def of_step(step: int, rows: Sequence[int], num_before: int) -> SampleRequests:
+        return requests_of_step(data.train.prompts, rows, n, seed, step, num_before)
 
-    return RequestSource(of_step, of_evaluation, sampling, of_canary)
+    return RequestSource(of_step, of_evaluation, sampling, of_beside)
 
 
 def _in_flight_of(checkpoint: str) -> list[bytes]:
@@ -139,12 +228,20 @@ def _log_of(run_dir: Path, replica: int) -> Path:
     return run_dir / "events" / f"replica-{replica}.log"
 
 
-def _script(config: TrainConfig, claimed: Claimed, replay: Path | None, leaders: Sequence[int]) -> Sequence[Event]:
-    """Read the events that this rank's replica repeats; empty without a replay, and on training ranks."""
+def _script(
+    config: TrainConfig, claimed: Claimed, replay: Path | None, leaders: Sequence[int]
+) -> tuple[Sequence[Event], Sequence[Change] | None]:
+    """Read the events that this rank's replica repeats, none on training ranks, and which replicas were lost and have joined; (),
+    None without a replay."""
     rank = dist.get_rank()
-    if replay is None or rank < leaders[0]:
-        return ()
-    return read_script(_log_of(replay, (rank - leaders[0]) // config.rollout.tp), _header(config, claimed))
+    if replay is None:
+        return (), None
+    changes = read_changes([_log_of(replay, replica) for replica in range(len(leaders))])
+    if rank < leaders[0]:
+        return (), changes
+    replica = (rank - leaders[0]) // config.rollout.tp
+    was_lost = [not one.joins for one in changes if replica in one.replicas][-1:] == [True]
+    return read_script(_log_of(replay, replica), _header(config, claimed), was_lost=was_lost), changes
 
 
 def _header(config: TrainConfig, claimed: Claimed) -> dict[str, Any]:

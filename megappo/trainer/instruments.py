@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,12 +18,13 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import RoleConfig, TrainableConfig, is_critic, section_of
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
 from megappo.parallel.layout import Placement, placement_of
 from megappo.parallel.totals import total
 from megappo.runtime.sections import Sections
-from megappo.telemetry.hardware import Dtype, hardware_of_gpu
+from megappo.telemetry.hardware import Dtype, profile_of
 from megappo.telemetry.metrics import REWARD_MODEL_STAGE, STAGES, Metric
 from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.tables import table
@@ -70,7 +73,12 @@ class StepProfiler:
 
     def _write(self, profile: torch.profiler.profile, step: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._directory / f"step_{step:06d}_rank_{dist.get_rank():05d}.json.gz"))
+        trace = self._directory / f"step_{step:06d}_rank_{dist.get_rank():05d}.json"
+        profile.export_chrome_trace(str(trace))
+        # Not by torch, which packs line by line at the highest level: that was a fifth of the processor time of 15 small steps.
+        with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb", compresslevel=1) as packed:
+            shutil.copyfileobj(plain, packed, 1 << 20)
+        trace.unlink()
 
 
 Span = tuple[float, float]
@@ -81,6 +89,7 @@ STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "reward_model": ("score",),
     "policy": ("logprobs", "update_policy", "push_weights"),
     "reference": ("logprobs",),
+    "teacher": ("logprobs",),
     "critic": ("logprobs", "update_critic"),
 }
 """Role -> stages in which its ranks work for it (`critic`: any critic). In others they serve another role, exchange or wait."""
@@ -234,7 +243,7 @@ class StepWork:
             yield Metric.HFU.of(stage), hardware_s / rank_s
 
 
-def role_models(config: TrainConfig, placements: Mapping[str, Placement], device: torch.device) -> dict[str, RoleModel]:
+def role_models(config: AnyConfig, placements: Mapping[str, Placement], device: torch.device) -> dict[str, RoleModel]:
     """Return role -> model facts."""
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
@@ -245,15 +254,15 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
         frozen = isinstance(section, TrainableConfig) and section.lora is not None
         models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks, frozen)
     if reference_is_base(config):
-        models["reference"] = models["policy"]  # its pass is one more of the same model
+        models["reference"] = models[config.learner]  # its pass is one more of the same model
     return models
 
 
 def peak_tflops(telemetry: TelemetryConfig, device: torch.device, dtype: Dtype) -> float | None:
-    """Return the peak TFLOP/s of one rank: `telemetry.peak_tflops`, or the GPU profile's; None on a CPU or an unknown GPU."""
-    if telemetry.peak_tflops is not None or device.type != "cuda":
+    """Return the peak TFLOP/s of one rank: `telemetry.peak_tflops`, or its profile's; None without one."""
+    if telemetry.peak_tflops is not None:
         return telemetry.peak_tflops
-    profile = hardware_of_gpu(torch.cuda.get_device_name(device))
+    profile = profile_of(telemetry.hardware, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     return None if profile is None else profile.peak_tflops(dtype)
 
 
@@ -262,7 +271,8 @@ def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[
     peaks = sorted({model.peak_tflops for model in models.values() if model.peak_tflops is not None})
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if peaks:
-        source = "telemetry.peak_tflops" if telemetry.peak_tflops is not None else f"the profile of {gpu}"
+        profile = "telemetry.hardware" if telemetry.hardware is not None else f"the profile of {gpu}"
+        source = "telemetry.peak_tflops" if telemetry.peak_tflops is not None else profile
         return f"MFU is against {' and '.join(f'{peak:g}' for peak in peaks)} TFLOP/s of a rank ({source})"
     if not gpu:
         return "no MFU on a CPU without telemetry.peak_tflops"
@@ -272,15 +282,17 @@ def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[
 class Instruments:
     """Instruments of this rank. sections: of the watchdog, which is told of every stage."""
 
-    def __init__(self, config: TrainConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
+    def __init__(self, config: AnyConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
         self.sections, self._on_gpu = sections, device.type == "cuda"
         self._models = role_models(config, roles.placements, device)
         # The training half of an asynchronous run waits together for ranks outside of its world.
-        generating = config.rollout.ranks if config.rollout.max_staleness is None else ALL
+        generating = ALL
+        if isinstance(config, TrainConfig) and config.rollout.max_staleness is None:
+            generating = config.rollout.ranks
         self._split = not all(placement.is_whole for placement in roles.placements.values()) or generating != ALL
         rollout = placement_of(generating, dist.get_world_size())
         self._generating = rollout.ranks
-        self._places = {**roles.placements, "rollout": rollout}
+        self._places = {**roles.placements, **({"rollout": rollout} if isinstance(config, TrainConfig) else {})}
         self._memory = memory_gauge(device)
         self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
         self.note = f"statistics: memory of a stage is the {self._memory.kind}; {peak_note(config.telemetry, device, self._models)}"
@@ -317,6 +329,12 @@ class Instruments:
         work = StepWork.of_step(
             self._models, lengths, (prompts, sampled.long()), record.critics, record.policy, self._generating, self._scoring(record)
         )
+        return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
+
+    def costs_of_update(self, stage: str, role: str, lengths: Tensor, timers: StageTimers) -> dict[str, float]:
+        """Return the same of a step that is one update of a role. lengths: [M] int64, tokens of all its sequences. Collective over
+        the world."""
+        work = StepWork({stage: {role: self._models[role].training(lengths)}}, self._models, ())
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
     def _scoring(self, record: StepRecord) -> Work | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Collection
 from contextlib import closing
@@ -12,6 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.algo.kl import KLController
 from megappo.checkpoint.manifest import Manifest, models_of
 from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
@@ -21,41 +23,61 @@ from megappo.config.redaction import redacted_values
 from megappo.config.role_sections import AVERAGE, section_of
 from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.data.ahead import AheadLoader
 from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.device import select_device, start_distributed
+from megappo.rollout.build import Again
 from megappo.rollout.half import RolloutHalf
 from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest, input_accepted
+from megappo.runtime.failure import joining_as
 from megappo.runtime.lease import Lease
 from megappo.runtime.sections import EXPORT
-from megappo.runtime.world import steps_to_skip
+from megappo.runtime.world import is_rank, steps_to_skip
 from megappo.telemetry.console import configure_logging
+from megappo.telemetry.hardware import profile_of
+from megappo.telemetry.predicted import Beside
 from megappo.telemetry.runlog import RunLog, columns_without_critic
 from megappo.telemetry.trackers.group import make_trackers
-from megappo.trainer.ahead import AheadLoader
-from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
+from megappo.trainer.assembly import (
+    Claimed,
+    Models,
+    build_models,
+    build_ppo,
+    build_pretraining,
+    build_supervised,
+    checkpoints_of,
+    kl_controller,
+)
 from megappo.trainer.build_roles import load_critics
-from megappo.trainer.halves import run_halves
+from megappo.trainer.halves import join_half, run_halves, seats_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.partial_rollouts import resume_partial_rollouts
 from megappo.trainer.ppo import PPO
-from megappo.trainer.preflight import facts_of_ranks, fetch_on_rank_0, watched
+from megappo.trainer.preflight import facts_of_ranks, fetch_on_rank_0, watched, watched_again
 from megappo.trainer.prepare.data import RunData
+from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.run import AnyData
+from megappo.trainer.prepare.supervised import SupervisedData
 from megappo.trainer.recorded import COLUMNS, RecordedPretraining
 from megappo.trainer.run import Run, Steps
-from megappo.trainer.run_facts import require_same_models, require_same_order, warn_of_changes
+from megappo.trainer.run_facts import require_same_models, require_same_order, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir, export_policy
 from megappo.trainer.sampling import rollout_of
 from megappo.trainer.state import TrainerState
+from megappo.trainer.supervised import Supervised, columns_of_kind
+
+Loop = PPO | RecordedPretraining | Supervised
 
 
 def train(
-    config: TrainConfig,
-    data: RunData | RecordedData,
+    config: AnyConfig,
+    data: AnyData,
     *,
     resume: bool,
     stop: StopRequest | None = None,
@@ -63,7 +85,8 @@ def train(
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine,
     replay: Path | None = None,
 ) -> bool:
-    """Run PPO, or the pretraining of critics on recorded trajectories, on this rank. Collective over the world.
+    """Run PPO, the pretraining of critics on recorded trajectories, or supervised training, on this rank. Collective over the
+    world.
 
     config, data: checked by `commands.plan.run.plan_run`. engines: builds the models of all roles. wrap_rollout: wraps the rollout
     engine on every rank of a synchronous run. replay: directory of an asynchronous run whose order of events is repeated. Returns
@@ -73,19 +96,20 @@ def train(
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
+    if (start := _joining_as()) is not None and isinstance(config, TrainConfig) and isinstance(data, RunData):
+        return _join(config, data, stop or StopRequest(), device, start)
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
-    torch.manual_seed(config.run.seed)
-    # Rewards may use these generators. Seed them in every process; a checkpoint keeps their state.
-    random.seed(config.run.seed)
-    numpy.random.seed(config.run.seed % 2**32)
+    _seed(config.run.seed)
     run_dir, facts = RunDir.of(config.run), facts_of_ranks(config, data, resume=resume)
     fetch_on_rank_0(config, run_dir.root, resume=resume)
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             claimed = Claimed(run_dir, store, facts, watchdog, stop or StopRequest())
             run = partial(_train, config, engines=engines, device=device, resume=resume)
-            if config.rollout.max_staleness is None or isinstance(data, RecordedData):
+            if not isinstance(config, TrainConfig) or not isinstance(data, RunData):
+                finished = run(data, claimed, _no_rollout)
+            elif config.rollout.max_staleness is None:
                 finished = run(data, claimed, lambda policy: wrap_rollout(rollout_of(config, data, policy, device)))
             else:
                 finished = run_halves(config, data, claimed, device, replay, run)
@@ -94,9 +118,41 @@ def train(
     return finished
 
 
+def _joining_as() -> str | None:
+    return joining_as(int(os.environ["RANK"])) if is_rank() and not dist.is_initialized() else None
+
+
+def _join(config: TrainConfig, data: RunData, stop: StopRequest, device: torch.device, start: str) -> bool:
+    """Take part again on a rank of a replica that was lost (`halves.join_half`); return as `train`. start: number of it."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seats = seats_of(config, world_size)
+    replica = (rank - seats.training) // seats.tp
+    start_distributed(device, config.run.timeouts, (f"megappo.replica-{replica}.{start}", seats.of(replica)))
+    configure_logging(rank, world_size)
+    _seed(config.run.seed)
+    run_dir = RunDir.of(config.run)
+    with watched_again(rank, config.run.timeouts, run_dir.root) as watchdog:
+        with closing(CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)) as store:  # of which this half uses nothing
+            claimed = Claimed(run_dir, store, run_facts(config, data), watchdog, stop)
+            finished = join_half(config, data, claimed, device, rank, Again(replica, seats.replicas, world_size))
+    dist.destroy_process_group()
+    return finished
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    # Rewards may use these generators. Seed them in every process; a checkpoint keeps their state.
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def _no_rollout(policy: Engine | None) -> RolloutEngine:
+    raise AssertionError("a run without sampling builds no rollout engine")
+
+
 def _train(
-    config: TrainConfig,
-    data: RunData | RecordedData,
+    config: AnyConfig,
+    data: AnyData,
     claimed: Claimed,
     build_rollout: Callable[[Engine | None], RolloutEngine],
     *,
@@ -108,29 +164,25 @@ def _train(
     # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
     skip = steps_to_skip() if resume else ()
     manifest = _resumable(config, claimed, skip) if resume else None
-    log = _log_of(config, claimed.run_dir, recorded=isinstance(data, RecordedData))
+    log = _log_of(config, claimed.run_dir, data, device)
 
     factory = engines(config.model, config.run.timeouts, device)
-    _note_layers(config, factory, log, recorded=isinstance(data, RecordedData))
+    _note_layers(config, factory, log, data)
     select_kernels(config.kernels, device, log)
-    models = build_models(config, factory, data.total_steps, device)
-    rollout = None if isinstance(data, RecordedData) else build_rollout(models.roles.engines.get("policy"))
-    state, kl = TrainerState(), kl_controller(config.algorithm.kl)
+    models = build_models(config, factory, data, device)
+    rollout = build_rollout(models.roles.engines.get("policy")) if isinstance(data, RunData) else None
+    state, kl = TrainerState(), kl_controller(config.algorithm.kl) if isinstance(config, TrainConfig) else None
     checkpoints = checkpoints_of(config, data, models, state, kl, claimed, log)
     instruments = Instruments(config, models.roles, claimed.run_dir, device, claimed.watchdog.sections)
     log.note(instruments.note)
     run = Run(Steps(config, state, data.total_steps), state, log, checkpoints, instruments, factory.settle)
-    if isinstance(data, RecordedData):
-        loop = build_pretraining(config, data, models, run)
-    else:
-        assert rollout is not None, "only recorded trajectories need none"
-        loop = build_ppo(config, data, models, rollout, run, kl)
+    loop = _loop_of(config, data, models, run, rollout, kl)
     if manifest is not None:
         _restore(config, models, run, manifest, skip)
         if isinstance(rollout, RolloutHalf) and isinstance(data.loader, AheadLoader):
-            rollout.restore(state.step, data.loader.rows, loop.evaluations.due(state.step) if isinstance(loop, PPO) else ())
+            rollout.restore(state.step, data.loader.rows, loop.evaluations.of_push(state.step) if isinstance(loop, PPO) else ())
         claimed.run_dir.record_config(dump_yaml(config))
-    else:
+    elif isinstance(config, TrainConfig):
         load_critics(config, models.roles.engines, log)
     claimed.run_dir.begin()  # only now: a resume that is refused leaves the run as it ended
 
@@ -149,7 +201,19 @@ def _train(
     return not loop.stopped
 
 
-def _resumable(config: TrainConfig, claimed: Claimed, skip: Collection[int]) -> Manifest | None:
+def _loop_of(
+    config: AnyConfig, data: AnyData, models: Models, run: Run, rollout: RolloutEngine | None, kl: KLController | None
+) -> Loop:
+    if isinstance(config, SupervisedConfig):
+        assert isinstance(data, SupervisedData), "`prepare.run.load_data`"
+        return build_supervised(config, data, models, run)
+    if isinstance(data, RecordedData):
+        return build_pretraining(config, data, models, run)
+    assert isinstance(data, RunData) and rollout is not None and kl is not None, "PPO samples"
+    return build_ppo(config, data, models, rollout, run, kl)
+
+
+def _resumable(config: AnyConfig, claimed: Claimed, skip: Collection[int]) -> Manifest | None:
     """Find the checkpoint to resume from; None if the run has none. ConfigError if it is of another run."""
     manifest = claimed.store.find_resumable(claimed.facts, skip, wait=False)
     if manifest is not None:
@@ -159,10 +223,11 @@ def _resumable(config: TrainConfig, claimed: Claimed, skip: Collection[int]) -> 
     return manifest
 
 
-def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, skip: Collection[int]) -> None:
+def _restore(config: AnyConfig, models: Models, run: Run, manifest: Manifest, skip: Collection[int]) -> None:
     """Resume from this checkpoint, or from an older one if it is damaged. Collective over the world."""
     absent = run.checkpoints.resume(manifest, skip)
-    resume_partial_rollouts(config, run.state, run.log)
+    if isinstance(config, TrainConfig):
+        resume_partial_rollouts(config, run.state, run.log)
     if AVERAGE in absent:
         run.log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
         if models.average is not None:
@@ -172,38 +237,54 @@ def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, 
         run.log.note(f"nothing is left to train: {end}")
 
 
-def _run_to_its_end(
-    config: TrainConfig, data: RunData | RecordedData, claimed: Claimed, models: Models, run: Run, loop: PPO | RecordedPretraining
-) -> None:
+def _run_to_its_end(config: AnyConfig, data: AnyData, claimed: Claimed, models: Models, run: Run, loop: Loop) -> None:
     run_dir, done_before = claimed.run_dir, run.state.step
     loop.run()
     run.log.close("stopped" if loop.stopped else "finished")
     if loop.stopped:
         run_dir.record_stop(run.state.step, claimed.stop.received)
         run.log.note(f"stopped after step {run.state.step} with a checkpoint; {run.checkpoints.way_on}")
-    elif isinstance(loop, PPO) and config.checkpoint.export_at_end and (run.state.step > done_before or not run_dir.is_exported()):
+    elif (
+        not isinstance(loop, RecordedPretraining)
+        and config.checkpoint.export_at_end
+        and (run.state.step > done_before or not run_dir.is_exported())
+    ):
+        _, source = model_paths(config)[config.learner]
         with claimed.watchdog.section(EXPORT):
-            export_policy(models.roles.engines.get("policy"), run_dir, Path(config.policy.model), data.tokenizer)
+            export_policy(models.roles.engines.get(config.learner), run_dir, Path(source), data.tokenizer)
 
 
-def _log_of(config: TrainConfig, run_dir: RunDir, *, recorded: bool) -> RunLog:
-    settings = config.telemetry
-    usual = COLUMNS if recorded else () if config.algorithm.has_critic else columns_without_critic()
+SUPERVISED_ROWS = 20
+"""Rows that a supervised run prints in all, since its steps are short."""
+
+
+def _log_of(config: AnyConfig, run_dir: RunDir, data: AnyData, device: torch.device) -> RunLog:
+    settings, rows = config.telemetry, 0
+    known = profile_of(settings.hardware, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    if isinstance(config, SupervisedConfig):
+        usual, rows = columns_of_kind(config), SUPERVISED_ROWS
+    else:
+        usual = COLUMNS if isinstance(data, RecordedData) else () if config.algorithm.has_critic else columns_without_critic()
     return RunLog(
         run_dir.root,
         make_trackers(settings, config.run.name, run_dir.root),
         redacted_values(config.model_dump(mode="json")),
         progress=settings.progress or usual,
         summary_every=settings.summary_every,
+        rows=rows,
+        beside=Beside.of(run_dir.root, None if known is None else known.name),
     )
 
 
-def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
+def _store_of(config: AnyConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
     settings = config.checkpoint
     remote = url_of_run(settings.remote, config.run.name) if settings.remote is not None else None
     return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id, remote)
 
 
-def _note_layers(config: TrainConfig, factory: EngineFactory, log: RunLog, *, recorded: bool) -> None:
+def _note_layers(config: AnyConfig, factory: EngineFactory, log: RunLog, data: AnyData) -> None:
     layers = ", ".join(f"{role}: {factory.describe(section_of(config, role))}" for role in roles_in_use(config))
-    log.note(f"layers: {layers}; rollout: {'none, the trajectories are recorded' if recorded else config.rollout.engine}")
+    if isinstance(config, TrainConfig):
+        recorded = isinstance(data, RecordedData)
+        layers += f"; rollout: {'none, the trajectories are recorded' if recorded else config.rollout.engine}"
+    log.note(f"layers: {layers}")

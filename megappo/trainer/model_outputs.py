@@ -18,7 +18,7 @@ from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import critics_in, fields_of
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
-from megappo.trainer.roles import LanguageModel
+from megappo.trainer.roles import LanguageModel, Teacher
 from megappo.trainer.token_scans import whole_responses
 
 
@@ -39,7 +39,12 @@ def outputs_of(role: str) -> Outputs:
     if is_critic(role):
         fields = fields_of(role)
         return Outputs((), (fields.value,), (fields.bootstrap,))
-    return Outputs(LanguageModel.sampling_fields, {"policy": ("logprob", "entropy"), "reference": ("ref_logprob",)}.get(role, ()))
+    reads = (Teacher if role == "teacher" else LanguageModel).sampling_fields
+    return Outputs(reads, _LOGPROBS.get(role, ()))
+
+
+_LOGPROBS = {"policy": ("logprob", "entropy"), "reference": ("ref_logprob",), "teacher": ("teacher_logprob",)}
+"""Role -> fields of its pass of log-probs."""
 
 
 def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
@@ -79,7 +84,7 @@ def _tokens(batch: PackedBatch) -> dict[str, str | None]:
     """Return field per token -> role that computes it, None for the sampler."""
     values = {fields.value: role for role, fields in critics_in(batch).items()}
     # Not the entropy, which is only measured.
-    return {"rollout_logprob": None, "logprob": "policy", **values, "ref_logprob": "reference"}
+    return {"rollout_logprob": None, "logprob": "policy", **values, "ref_logprob": "reference", "teacher_logprob": "teacher"}
 
 
 def _ends(batch: PackedBatch) -> dict[str, str]:
@@ -93,7 +98,8 @@ class NonFiniteOutput(RuntimeError):
 
 def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares], sampler: str, step: int) -> None:
     """Raise NonFiniteOutput on every rank if a field that training reads is not finite at a sampled token. Collective over the
-    world. Checks logprob, rollout_logprob, ref_logprob, and value and bootstrap (of cut responses) of every critic.
+    world. Checks logprob, rollout_logprob, ref_logprob, teacher_logprob, and value and bootstrap (of cut responses) of every
+    critic.
     shares: role -> how it divides a batch. sampler: name of the rollout engine."""
     bad = _bad_samples(experience)
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))

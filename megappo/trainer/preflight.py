@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,23 +19,24 @@ from megappo.config.errors import ConfigError
 from megappo.config.evaluations import rewards_of
 from megappo.config.layout_checks import reads_trajectories
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.parallel.consensus import gathered, raised_by_all, told_by
+from megappo.parallel.device import job_store
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.runtime.verdict import Member
 from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
 from megappo.trainer.prepare.checks import about_remote
 from megappo.trainer.prepare.code_rewards import require_isolation
-from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.prepare.data import EvaluationData
 from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
-from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 from megappo.trainer.prepare.reward_parts import require_reachable
+from megappo.trainer.prepare.run import AnyData
 from megappo.trainer.run_facts import require_equal_data, run_facts
 
 
-def require_isolation_here(config: TrainConfig) -> None:
+def require_isolation_here(config: AnyConfig) -> None:
     """ConfigError, one line, if the run executes programs of the policy and this machine cannot isolate them."""
     for reward in () if reads_trajectories(config) else rewards_of(config):
         require_isolation(reward)
@@ -47,7 +48,7 @@ def require_servers_here(data: EvaluationData, *, resume: bool) -> None:
         require_reachable(parts, resume=resume)
 
 
-def require_storage(config: TrainConfig) -> None:
+def require_storage(config: AnyConfig) -> None:
     """ConfigError, one line, if copies of checkpoints cannot be written to `checkpoint.remote`. Creates the directory."""
     if (url := config.checkpoint.remote) is not None:
         with about_remote(url):
@@ -62,26 +63,44 @@ def watched(timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
     ranks = gathered((uuid.uuid4().hex, Member.of_process(rank, os.getpid())))
     store = None
     if len(ranks) > 1:
-        # A connection of its own: another thread's request may wait for minutes. Rank 0's name, as one world may run many times.
-        default: Any = dist.distributed_c10d._get_default_store()  # the method is missing in torch's stub
-        store = dist.PrefixStore(f"megappo.watchdog.{ranks[0][0]}", default.clone())
+        # Rank 0's name, as one world may run many times.
+        name, store = f"megappo.watchdog.{ranks[0][0]}", job_store()
+        if rank == 0:
+            store.set(_WATCHDOG, name)
+        store = dist.PrefixStore(name, store)
+    with _watched(rank, [member for _, member in ranks], store, timeouts, run_dir) as watchdog:
+        yield watchdog
+
+
+@contextmanager
+def watched_again(rank: int, timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
+    """Watch a rank that was lost, as one of a run whose others are watched. Not collective."""
+    store = job_store()
+    store = dist.PrefixStore(store.get(_WATCHDOG).decode(), store)
+    with _watched(rank, [Member.of_process(rank, os.getpid())], store, timeouts, run_dir) as watchdog:
+        yield watchdog
+
+
+@contextmanager
+def _watched(
+    rank: int, members: Sequence[Member], store: dist.Store | None, timeouts: TimeoutsConfig, run_dir: Path
+) -> Iterator[Watchdog]:
     folder = Path(os.environ.get(ATTEMPT_DIR) or run_dir / "stacks")
     folder.mkdir(parents=True, exist_ok=True)
-    sign = _sign_of_life(rank, len(ranks), timeouts) if LAUNCHER_LISTENS in os.environ else None
-    with Watchdog(rank, [member for _, member in ranks], store, timeouts, folder, sign) as watchdog:
+    sign = _sign_of_life(rank, timeouts, has_others=store is not None) if LAUNCHER_LISTENS in os.environ else None
+    with Watchdog(rank, members, store, timeouts, folder, sign) as watchdog:
         yield watchdog
     if folder.parent == run_dir:
         with contextlib.suppress(OSError):  # not empty: another rank is still there, or an earlier attempt left its stacks
             folder.rmdir()
 
 
-def _sign_of_life(rank: int, world_size: int, timeouts: TimeoutsConfig) -> SignOfLife:
+def _sign_of_life(rank: int, timeouts: TimeoutsConfig, *, has_others: bool) -> SignOfLife:
     """Make this rank's sign of life to the launcher, on a connection of its own."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    head_start_s = 2 * EXCHANGE_S if world_size > 1 else 0.0
-    return SignOfLife(store.clone(), rank, timeouts.heartbeat_s, head_start_s)
+    return SignOfLife(job_store(), rank, timeouts.heartbeat_s, 2 * EXCHANGE_S if has_others else 0.0)
+
+
+_WATCHDOG = "megappo.watchdog"  # key of the job's store: under which prefix its ranks watch each other
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -103,7 +122,7 @@ def local_models_of_ranks(config: Config) -> Config:
     return raised_by_all(lambda: with_pins() if first is None else first, ConfigError)
 
 
-def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume: bool) -> dict[str, Any]:
+def facts_of_ranks(config: AnyConfig, data: AnyData, *, resume: bool) -> dict[str, Any]:
     """Return the facts of the run once every rank has what it needs on its machine. Collective over the world; ValueError on all
     ranks. Call before claiming the directory, so that a run that cannot start leaves its name free."""
     facts = run_facts(config, data)
@@ -112,7 +131,7 @@ def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume:
     return facts
 
 
-def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None:
+def fetch_on_rank_0(config: AnyConfig, run_dir: Path, *, resume: bool) -> None:
     """Fetch a run that is not here, if torchrun or srun started the ranks; other launchers have done so. Collective over the world.
     ValueError on all ranks if that fails."""
 
@@ -123,7 +142,7 @@ def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None
     raised_by_all(attempt, ConfigError, ValueError)
 
 
-def require_preflight(config: TrainConfig, data: EvaluationData, *, resume: bool) -> None:
+def require_preflight(config: AnyConfig, data: EvaluationData, *, resume: bool) -> None:
     """Check on every rank that programs can be isolated and reward servers reached; on rank 0 also the storage for checkpoint
     copies. ConfigError on all ranks, naming the first rank that fails. Collective over the world."""
 

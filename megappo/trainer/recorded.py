@@ -24,7 +24,7 @@ from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
 from megappo.trainer.report import length_metrics
-from megappo.trainer.run import Run
+from megappo.trainer.run import Run, StepLoop
 from megappo.trainer.step_totals import Totals, critic_metrics, least_explained_variance, moments_of_tokens, targets_in
 from megappo.trainer.token_scans import PerToken
 from megappo.trainer.updates import Updates, UpdateSummary
@@ -41,9 +41,9 @@ COLUMNS = (
 """Columns of the progress line, unless `telemetry.progress` names others."""
 
 
-class RecordedPretraining:
+class RecordedPretraining(StepLoop):
     """The pretraining loop, built by `assembly.py`. device: of this rank, as in `TrainingSide`. loader: order of the trajectories.
-    replicas: compares the copies of weights. stopped: as in `ppo.PPO`."""
+    replicas: compares the copies of weights."""
 
     def __init__(
         self,
@@ -55,19 +55,9 @@ class RecordedPretraining:
         loader: PromptLoader,
         replicas: Extra,
     ) -> None:
-        self.config, self.roles, self.device, self.samples, self.loader = config, roles, device, samples, loader
-        self.steps, self.state, self.log, self.settle = run.steps, run.state, run.log, run.settle
-        self.checkpoints, self.instruments, self.replicas, self.stopped = run.checkpoints, run.instruments, replicas, False
-
-    def run(self) -> None:
-        """Run the remaining steps, or until the values fit or a stop. Collective over the world."""
-        while self.state.step < self.steps.last and not self.stopped:
-            with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
-                self.step()
-            self.settle()
-
-    def close(self) -> None:
-        """Do nothing: unlike `ppo.PPO`, no workers are running."""
+        super().__init__(run)
+        self.config, self.roles, self.device, self.samples = config, roles, device, samples
+        self.loader, self.replicas = loader, replicas
 
     def step(self) -> None:
         step, config = self.state.step + 1, self.config
@@ -100,11 +90,11 @@ class RecordedPretraining:
         self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.steps.last)
 
     def algorithm(self, step: int) -> AlgorithmConfig:
-        """Return the settings for a step's returns, without the KL, which the recorded rewards already contain."""
+        """Return the settings for a step's returns, without the KL and the teacher, which the recorded rewards already contain."""
         algorithm = self.steps.algorithm(step)
         # The policy does not change, so V-trace would have ratios of 1 and the returns of GAE.
         estimator = GAEConfig() if algorithm.estimator.type == "vtrace" else algorithm.estimator
-        return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": estimator})
+        return algorithm.model_copy(update={"kl": NoKLConfig(), "distillation": None, "estimator": estimator})
 
 
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:

@@ -113,7 +113,10 @@ class StepRecord:
         if "kl k1" not in self.totals:
             return 0.0
         # Always k1: it sums to log pi(y) / pi_ref(y), whose mean is the KL of whole responses that the adaptive controller targets.
-        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_trajectories)
+        return self._per_response("kl k1")
+
+    def _per_response(self, name: str) -> float:
+        return float(self.totals[name][1]) / max(1, self.experience.table.num_trajectories)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Return metric -> value. Costs that need the models or other ranks: `instruments.py`."""
@@ -195,6 +198,8 @@ class StepRecord:
             metrics[Metric.POLICY_POSITIVE_NLL.value] = p.sums["nll_sum"] / max(p.sums["nll_tokens_sum"], 1.0)
         if "ptx_sum" in p.sums:
             metrics[Metric.POLICY_PTX_LOSS.value] = p.sums["ptx_sum"] / max(p.sums["ptx_tokens_sum"], 1.0)
+        if p.sums.get("routes_sum"):
+            metrics[Metric.POLICY_REROUTED.value] = p.sums["rerouted_sum"] / p.sums["routes_sum"]
         if p.lr is not None:
             metrics[Metric.POLICY_LR.value] = p.lr
         return metrics | expert_metrics("policy", p.expert_tokens, p.balance_loss)
@@ -205,9 +210,13 @@ class StepRecord:
         return least_explained_variance(self.totals, self.batch)
 
     def _kl_metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if "kl teacher" in self.totals:
+            found[Metric.KL_TEACHER_TOKEN.value] = self.totals.mean("kl teacher")
+            found[Metric.KL_TEACHER_RESPONSE.value] = self._per_response("kl teacher")
         if "kl k1" not in self.totals:
-            return {}
-        return {
+            return found
+        return found | {
             Metric.KL_TOKEN.value: self.totals.mean(f"kl {self.kl}"),
             Metric.KL_TOKEN_K3.value: self.totals.mean("kl k3"),
             Metric.KL_RESPONSE.value: self.kl_per_response(),

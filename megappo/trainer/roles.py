@@ -17,7 +17,7 @@ from megappo.algo.summaries import ratio_counts
 from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
 from megappo.config.role_sections import CategoricalLossConfig, HuberLossConfig, MSELossConfig, ValueLossConfig
 from megappo.config.schema import AlgorithmConfig
-from megappo.data.packing import NO_ID, PackedBatch
+from megappo.data.packing import NO_ID, ROUTES, PackedBatch
 from megappo.engine.base import Engine, PassResult, StepResult
 from megappo.engine.losses import LanguageOutput, LogitsDtype, LogprobQuery, LossOutput
 from megappo.ops.losses import policy_loss, value_loss
@@ -90,11 +90,15 @@ class LanguageModel:
     Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`),
     restricted to the ids of the field `kept` if a batch has it."""
 
-    sampling_fields = ("kept",)
-    """Fields that `token_logprobs` reads if a batch has them."""
+    sampling_fields = ("kept", ROUTES)
+    """Fields that a pass of log-probs reads if a batch has them."""
 
-    def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:
+    def __init__(
+        self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32", *, replays_experts: bool = True
+    ) -> None:
         self.engine = engine
+        if not replays_experts:
+            self.sampling_fields = tuple(name for name in LanguageModel.sampling_fields if name != ROUTES)
         self.temperature = temperature
         self.logits_dtype: LogitsDtype = logits_dtype
 
@@ -129,6 +133,16 @@ class LanguageModel:
             kept=shift_left(micro.ragged("kept").padded(), micro.cu_seqlens, NO_ID) if "kept" in micro else None,
             want_entropy=want_entropy,
         )
+
+
+class Teacher(LanguageModel):
+    """The frozen model that the policy is distilled from (`algorithm.distillation`). It has experts of its own to choose."""
+
+    sampling_fields = ("kept",)
+
+    def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
+        """Return teacher_logprob [T] of this replica's tokens, on the rank that reports."""
+        return {"teacher_logprob": self.logprobs(share, want_entropy=False)[0]}
 
 
 class BaseOfPolicy(LanguageModel):

@@ -68,7 +68,8 @@ class RolloutSide:
         for extra in self._extras:
             extra.after_generate(asked)
         self.engine.sleep()
-        drawn = collect(requests, responses, with_top_k_ids=self._sampling.top_k_width > 0)
+        recorded = {"with_top_k_ids": self._sampling.top_k_width > 0, "num_experts": self._sampling.record_experts}
+        drawn = collect(requests, responses, **recorded)
         samples.played += [one.played for one in responses if one.played is not None]
         require_version(drawn.table, step, settings.oldest_weights, self.engine.name)
         return drawn

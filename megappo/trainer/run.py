@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megappo.config.layout_checks import only_pretrains
+from megappo.config.role_sections import CriticConfig
 from megappo.config.schema import AlgorithmConfig, TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.instruments import Instruments
@@ -17,8 +19,11 @@ from megappo.trainer.state import TrainerState
 class Steps:
     """Steps of a run. state: records when the critic's warm-up ended early. total: of the configuration."""
 
-    def __init__(self, config: TrainConfig, state: TrainerState, total: int) -> None:
-        self._critic, self._algorithm, self._only_pretrains = config.critic, config.algorithm, only_pretrains(config)
+    def __init__(self, config: AnyConfig, state: TrainerState, total: int) -> None:
+        of_ppo = isinstance(config, TrainConfig)  # only PPO has a warm-up
+        self._critic = config.critic if of_ppo else CriticConfig()
+        self._algorithm = config.algorithm if of_ppo else AlgorithmConfig()
+        self._only_pretrains = only_pretrains(config)
         self._state, self.total = state, total
 
     @property
@@ -62,3 +67,25 @@ class Run:
     checkpoints: Checkpoints
     instruments: Instruments
     settle: Callable[[], None]
+
+
+class StepLoop:
+    """A loop whose steps generate nothing. stopped: as in `ppo.PPO`."""
+
+    def __init__(self, run: Run) -> None:
+        self.steps, self.state, self.log, self.settle = run.steps, run.state, run.log, run.settle
+        self.checkpoints, self.instruments, self.stopped = run.checkpoints, run.instruments, False
+
+    def run(self) -> None:
+        """Take the remaining steps, or until the last one moves or a stop. Collective over the world."""
+        while self.state.step < self.steps.last and not self.stopped:
+            with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
+                self.step()
+            self.settle()
+
+    def step(self) -> None:
+        """Take the next step. Collective over the world."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing: unlike `ppo.PPO`, no workers are running."""

@@ -19,7 +19,9 @@ from megappo.config.layout_checks import placements_in_use, reference_is_base, r
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS, AnyConfig, SupervisedConfig
 from megappo.config.yaml_reader import parse_yaml
+from megappo.data.examples import Examples
 from megappo.data.prompts import PromptSet
 from megappo.data.sources import joined_spec
 from megappo.parallel.consensus import gathered, warn_once
@@ -28,6 +30,8 @@ from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.prepare.hub import commit_of
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.run import AnyData
+from megappo.trainer.prepare.supervised import SupervisedData
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +39,35 @@ ORDER_KEYS = (("run", "seed"), ("data", "shuffle"), ("data", "weight_key"))
 _ONE_CODE = "put one copy on a file system that all nodes share, and install the same packages on all nodes"
 
 
-def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, Any]:
+def run_facts(config: AnyConfig, data: AnyData) -> dict[str, Any]:
     """Return the facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
     if reference_is_base(config):
-        in_use["reference"] = in_use["policy"]
+        in_use["reference"] = in_use[config.learner]
+    of_kind = _supervised_facts(config, data) if isinstance(config, SupervisedConfig) else _ppo_facts(config, data, in_use)
     return {
         "config": dump_yaml(config),
         "tokenizer": data.tokenizer.fingerprint,
-        "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
-        "critics": list(config.critics_in_use),
+        **{role: identity_of_model(in_use[role]) if role in in_use else None for role in ("reference", "teacher")},
         "lora": {
             role: {"base": identity_of_model(in_use[role]), **section.lora.model_dump(mode="json")}
             for role, section in trained_sections(config).items()
             if section.lora is not None
         },
         "freeze": {role: list(section.freeze) for role, section in trained_sections(config).items() if section.freeze},
+        **of_kind,
+        "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
+        "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
+        "engines": {name: section_of(config, name).engine for name in roles_in_use(config)},
+        "ranks": placements_in_use(config),
+        "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
+    }
+
+
+def _ppo_facts(config: TrainConfig, data: AnyData, in_use: Mapping[str, str]) -> dict[str, Any]:
+    assert not isinstance(data, SupervisedData), "of another kind of run"
+    return {
+        "critics": list(config.critics_in_use),
         "value_head": config.critic.head_facts if config.algorithm.has_critic else None,
         "further_value_heads": {role: one.head_facts for role, one in config.critics_in_use.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
@@ -61,12 +78,39 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
             "code": _code_facts(data),
         },
         "environment": _environment_facts(data),
-        "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
-        "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
-        "engines": {name: section_of(config, name).engine for name in roles_in_use(config)},
-        "ranks": placements_in_use(config),
-        "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }
+
+
+def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]:
+    assert isinstance(data, SupervisedData), "of a supervised run"
+
+    def source(spec: str | Sequence[str], examples: Examples) -> dict[str, str]:
+        return {"path": joined_spec(spec), "sha256": examples.source_sha256}
+
+    settings = config.data.model_dump(mode="json", exclude=_NO_FORMAT)
+    held_out = {name: source(config.held_out[name], examples) for name, examples in data.held_out.items()}
+    return {
+        "kind": config.name,
+        "critics": [],
+        "value_head": None,
+        "reward_model": None,
+        "data": {
+            "train": source(config.data.train, data.train),
+            "eval": held_out.get(""),
+            "evaluations": {name: one for name, one in held_out.items() if name},
+            "format": settings,
+            "ptx": None,
+            "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
+            **_image_facts(data),
+            **data.train.identities(),
+        },
+        "reward": {"code": {}},
+        "environment": None,
+    }
+
+
+_NO_FORMAT = {"train", "eval", "tokenizer", "template_args", "max_tokens", "overlong", "shuffle"}
+"""Keys of `data` that do not change an example, or that other facts have."""
 
 
 def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
@@ -119,8 +163,13 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "format": {key: getattr(config.data, key) for key in keys},
         "ptx": _text_facts(config, data),
         "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
+        **_image_facts(data),
         **data.train.identities(),
     }
+
+
+def _image_facts(data: RunData | SupervisedData) -> dict[str, str]:
+    return {} if data.images is None else {"images": data.images.store.sha256}
 
 
 def _recorded_facts(data: RecordedData) -> dict[str, Any]:
@@ -195,13 +244,15 @@ def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name:
     then, now = (parse_yaml(one["config"], name)[0] for one in (saved, facts))
     for section, key in ORDER_KEYS:
         old, new = then[section], now[section]
-        if old[key] != new[key]:
+        if old.get(key) != new.get(key):
             changed = f"{section}.{key} was {old[key]} at {name}, and is {new[key]}"
             raise ConfigError(f"{changed}: the prompts would come in another order; restore it, or start a new run")
 
 
-def require_same_models(held: Collection[str], config: TrainConfig, name: str) -> None:
+def require_same_models(held: Collection[str], config: AnyConfig, name: str) -> None:
     """ConfigError, one line, if only one of this run and the checkpoint `name` trains the policy. held: the checkpoint's models."""
+    if isinstance(config, SupervisedConfig):
+        return  # its one role is part of the kind
     # Continuing with the critic alone would save checkpoints without the policy, and in time remove those with it.
     trains, held_policy = "policy" in trained_sections(config), "policy" in held
     if trains != held_policy:
@@ -222,7 +273,8 @@ def changed_schedules(saved: Mapping[str, Any], facts: Mapping[str, Any], name: 
     lengths = ((f"trainer.{key}", then["trainer"].get(key), now["trainer"].get(key)) for key in ("steps", "epochs"))
     moved = next((f"{key} was {old} at {name}, and is {new}" for key, old, new in lengths if old != new), None)
     lines = []
-    for key in map(key_of_role, ("policy", *facts["critics"]) if moved is not None else ()):
+    trained = (KINDS[facts["kind"]].learner,) if "kind" in facts else ("policy", *facts["critics"])
+    for key in map(key_of_role, trained if moved is not None else ()):
         kind = functools.reduce(getitem, (*key.split("."), "optimizer", "lr_schedule", "type"), now)
         if kind != "constant":
             jump = "the rate jumps to that of a run of the new length, up from its lowest if the run had ended"

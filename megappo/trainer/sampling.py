@@ -19,7 +19,7 @@ from megappo.parallel.layout import layout_of, placement_of
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
-from megappo.rollout.build import PolicyPlace, build_rollout
+from megappo.rollout.build import Again, PolicyPlace, build_rollout
 from megappo.rollout.environment import with_environment
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.trainer.build_roles import spec_of_role
@@ -33,7 +33,15 @@ from megappo.trainer.reward_model import ModelScorer
 def rollout_of(config: TrainConfig, data: EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
     """Build the rollout engine, connected to the policy's engine and wrapped in the environment if any. Collective over the world.
     policy: None on ranks where it does not live. Errors as `build_rollout`."""
-    engine = build_rollout(
+    engine = engine_of(config, data, policy, device)
+    return engine if data.environment is None else with_environment(engine, data.environment, config, data.tokenizer)
+
+
+def engine_of(
+    config: TrainConfig, data: EvaluationData, policy: Engine | None, device: torch.device, again: Again | None = None
+) -> RolloutEngine:
+    """Build the engine of `rollout_of` without an environment. again: as of `build_rollout`."""
+    return build_rollout(
         config.rollout,
         policy,
         settings=config.policy,
@@ -41,20 +49,27 @@ def rollout_of(config: TrainConfig, data: EvaluationData, policy: Engine | None,
         tokenizer=data.tokenizer,
         max_sequence_tokens=longest_sequence_tokens(config),
         device=device,
-        place=_place_if_apart(config),
+        images=None if data.images is None else data.images.store,
+        place=_place_if_apart(config, None if again is None else again.world_size),
+        again=again,
     )
-    return engine if data.environment is None else with_environment(engine, data.environment, config, data.tokenizer)
 
 
-def _place_if_apart(config: TrainConfig) -> PolicyPlace | None:
-    return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config)
+def _place_if_apart(config: TrainConfig, world_size: int | None) -> PolicyPlace | None:
+    return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config, world_size)
 
 
-def place_of_policy(config: TrainConfig) -> PolicyPlace:
-    """Return ranks, layout and engine of the policy."""
-    placement = placement_of(config.policy.ranks, dist.get_world_size())
+def place_of_policy(config: TrainConfig, world_size: int | None = None) -> PolicyPlace:
+    """Return ranks, layout and engine of the policy. world_size: of the run; None for the world of now."""
+    placement = placement_of(config.policy.ranks, world_size or dist.get_world_size())
     arch = spec_of_role(config, "policy", None).arch
     return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement, config.policy.engine)
+
+
+def recorded_experts(config: TrainConfig) -> int:
+    """Return how many experts a layer of the policy has, if the sampler records its choice; else 0."""
+    moe = spec_of_role(config, "policy", None).arch.moe if config.rollout.replays_experts else None
+    return 0 if moe is None else moe.num_experts
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

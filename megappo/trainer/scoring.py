@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +24,7 @@ from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
 from megappo.rollout.generation import OnFinished
-from megappo.rollout.types import Request, Response
+from megappo.rollout.types import BATCH, Request, Response
 from megappo.runtime.sections import Sections
 from megappo.trainer.experience.collect import LOST
 from megappo.trainer.experience.experience import Experience
@@ -66,10 +67,47 @@ def begin_rewards(
 
     def begin(responses: list[Response]) -> None:
         whole = responses if requests is None else [requests[one.number].whole(one) for one in responses]
-        samples = [_sample_of(one) for one in whole if one is not None]
+        _give_early(scorer, {one.number: one.verdicts for one in responses if one.verdicts is not None})
+        samples = [_sample_of(one) for one in whole if one is not None and one.verdicts is None]
         scorer.submit_early({one.number: _reward_input(one, prompt_of(one.number), tokenizer, stop) for one in samples})
 
     return begin
+
+
+class RewardsBeside:
+    """Rewards that stream, started as `begin_rewards` does, on the first rank of a replica of the rollout half
+    (`rollout.server.Rewards`). The training ranks begin with their verdicts, and compute the rest."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._scorer, self._tokenizer, self._stop = scorer, tokenizer, stop
+        self._retries: Counter[str] = Counter()
+
+    def start(self, number: int, response: Response, prompt: Prompt) -> None:
+        sample = _sample_of(replace(response, number=number % BATCH))
+        self._scorer.submit_early({number: _reward_input(sample, prompt, self._tokenizer, self._stop)})
+
+    def take(self) -> dict[int, dict[str, list[Any]]]:
+        if not (found := self._scorer.take_early()):
+            return {}
+        self._retries.update(self._scorer.take_retries())
+        return {
+            number: {name: [self._retries.pop(name, 0), *vars(one).values()] for name, one in parts.items()}
+            for number, parts in found.items()
+        }
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+def _give_early(scorer: Scorer, found: Mapping[int, Mapping[str, Sequence[Any]]]) -> None:
+    """Give the scorer what `RewardsBeside.take` has returned: response -> part -> retries since the last one, and its verdict."""
+    verdicts: dict[int, dict[str, Verdict]] = {number: {} for number in found}
+    retries: Counter[str] = Counter()
+    for number, parts in found.items():
+        for name, (again, score, numbers, per_token, *rest) in parts.items():
+            retries[name] += again
+            verdicts[number][name] = Verdict(score, numbers, None if per_token is None else tuple(per_token), *rest)
+    scorer.give_early(verdicts, retries)
 
 
 def score_responses(

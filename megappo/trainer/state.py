@@ -49,6 +49,14 @@ class TrainerState:
             self.policy_updates += policy.num_updates
             self.policy_skipped += policy.skipped
 
+    def count_examples(self, examples: int, tokens: int, *, applied: bool) -> None:
+        """Count a step of a supervised run. tokens: learned. applied: the optimizer took its step."""
+        self.step += 1
+        self.episodes += examples
+        self.tokens += tokens
+        self.policy_updates += applied
+        self.policy_skipped += not applied
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

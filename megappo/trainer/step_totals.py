@@ -56,22 +56,24 @@ def moments_of_tokens(
 ) -> dict[str, Moments]:
     """Return name -> moments over this rank's tokens: `of_sampled` over sampled tokens; values, returns and errors (`error FIELD`:
     return minus value) of every critic over tokens with a target. targets: [T] bool. means: fields that need only a mean.
-    kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the batch has its log-probs.
+    kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the batch has its log-probs; with any, also `kl teacher`.
     """
     mask, critics = batch["response_mask"], critics_in(batch).values()
     of_critics = [name for one in critics for name in (one.value, one.returns)]
     names = [*means, *of_sampled, *of_critics]
-    kinds = sorted(kl_kinds) if kl_kinds and "ref_logprob" in batch else []
-    read = [*names, "logprob", "ref_logprob"] if kinds else names
+    kinds_of = {"ref_logprob": sorted(kl_kinds), "teacher_logprob": ["teacher"] if kl_kinds else []}
+    of_kl = {field: kinds for field, kinds in kinds_of.items() if kinds and field in batch}
+    kinds = [kind for found in of_kl.values() for kind in found]
+    read = [*names, "logprob", *of_kl] if of_kl else names
     of_targets = [*of_critics, *(f"error {one.value}" for one in critics)]
     of_mask, num_means = [*(f"kl {kind}" for kind in kinds), *means, *of_sampled], len(kinds) + len(means)
     groups = [[*of_mask, *of_targets], []] if targets is mask else [of_mask, of_targets]
     parts: list[list[Moments]] = [[], []]
     for sampled, learned, *chunk in in_chunks(mask, targets, *(batch[name] for name in read)):
-        values = dict(zip(names, chunk))
-        if kinds:
-            log_ratio = chunk[-2] - chunk[-1]
-            values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in kinds}
+        values = dict(zip(read, chunk))
+        for field, found in of_kl.items():
+            log_ratio = values["logprob"] - values[field]
+            values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, "k1" if kind == "teacher" else kind) for kind in found}
         values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
         for where, group, count, found in zip((sampled, learned), groups, (num_means, 0), parts):
             if group:

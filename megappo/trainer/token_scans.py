@@ -13,6 +13,7 @@ from torch import Tensor
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.chains import order_of_chains, over_turns
 from megappo.algo.gae import vtrace_advantages, vtrace_weights
+from megappo.algo.kl import kl_estimate
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig, VTraceConfig
 from megappo.data.packing import PackedBatch, moved
@@ -37,10 +38,19 @@ def rewards_of(
 ) -> Rewards:
     """Build the rewards of the arguments of `advantages.advantages_of`, where the batch is. score: [B] on the host."""
     of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
+    if (distillation := algorithm.distillation) is not None and distillation.placement == "reward":
+        of_teacher = teacher_term(batch, distillation.coef)
+        of_tokens = of_teacher if of_tokens is None else of_tokens + of_teacher
     in_reward = algorithm.kl.placement == "reward"
     reference = batch["ref_logprob"] if in_reward else None
     score = moved(score, batch.device)
     return Rewards(batch["logprob"], reference, score, of_tokens, algorithm.kl.estimator, kl_coef if in_reward else 0.0)
+
+
+def teacher_term(batch: PackedBatch, coef: float) -> Tensor:
+    """Return [T] fp32, minus coef times the reverse KL to the teacher by its k1 estimate; 0 outside the mask, even if NaN there."""
+    kl = kl_estimate(batch["logprob"].double(), batch["teacher_logprob"].double(), "k1")
+    return torch.where(batch["response_mask"], -coef * kl, 0.0).float()
 
 
 def gae_over_tokens(

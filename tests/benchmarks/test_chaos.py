@@ -97,12 +97,15 @@ def test_random_states_of_every_rank_are_compared(task, copied):
 
 
 def test_the_list_of_faults_is_that_of_the_seed():
-    lists = [draw(list(KINDS), 20, seed, steps=100, save_every=2, ranks=2) for seed in (0, 0, 1)]
+    lists = [draw(list(KINDS), 20, seed, steps=100, save_every=2, ranks=2, training_ranks=2) for seed in (0, 0, 1)]
     assert lists[0] == lists[1] != lists[2]
     assert sorted(one.kind for one in lists[0][: len(KINDS)]) == sorted(KINDS), "every kind once before any comes again"
     steps = [one.step for one in lists[0]]
     assert all(later - step >= 3 for step, later in zip(steps, steps[1:])), "a checkpoint lies between two faults"
     assert steps[-1] <= 100 - 2 * 2 - 2, "the last one is undone or over before the last checkpoint"
+    apart = draw(list(KINDS), 30, 0, steps=200, save_every=2, ranks=3, training_ranks=2)
+    assert {one.rank for one in apart} == {0, 1, 2}
+    assert all(one.rank < 2 for one in apart if one.kind in ("nan", "slow")), "a rank that only generates has no gradients"
 
 
 def test_the_effective_time_leaves_out_repeated_steps_and_the_way_back():
@@ -123,6 +126,11 @@ def test_the_effective_time_leaves_out_repeated_steps_and_the_way_back():
         (["--kinds", "full", "--ranks", "1"], "full needs two ranks"),
         (["--kinds", "nan", "checkpoint.save_every=1", "--faults", "1"], "nan needs checkpoint.save_every >= 2"),
         (["checkpoint.save_every=0"], "faults are counted in saves"),
+        (
+            ["rollout.engine=vllm", "rollout.ranks=2", "rollout.max_staleness=1", "algorithm.importance_sampling=none", "--ranks=3"]
+            + [f"{role}.ranks=0-1" for role in ("policy", "critic", "reference")],
+            "set telemetry.trajectories_every=1 telemetry.trajectories_per_step=32",
+        ),
         (["trainer.steps=null", "trainer.epochs=1"], "trainer.steps = null"),
         (["trainer.stepss=1"], "unknown key; did you mean trainer.steps?"),
         (["run.name=other", "--clean", "absent"], "the clean run absent did not come to step 18"),

@@ -21,6 +21,7 @@ from tests.commands.runs.folders import write_end
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
 SAMPLES = {"sums": 256, "long": 128, "turns": 128}
 TIS = {f"algorithm.importance_sampling.{key}": value for key, value in {"type": "tis", "level": "token", "high": 2.0}.items()}
+APART = {"run.num_ranks": 2, "rollout.ranks": "1", **{f"{role}.ranks": "0" for role in ("policy", "critic", "reference")}}
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
@@ -32,6 +33,11 @@ DIFFERENT = {
     "age2_tis": {"rollout.push_every": 3, **TIS},
     "age4": {"rollout.push_every": 5},
     "age4_tis": {"rollout.push_every": 5, **TIS},
+    **{
+        f"stale{k}{'_tis' * corrected}": {**APART, "rollout.max_staleness": k, **(TIS if corrected else {})}
+        for k in (1, 4, 8)
+        for corrected in (False, True)
+    },
 }
 
 
@@ -45,7 +51,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def resolved(task: str, arm: str) -> dict[str, Any]:
     """All keys; ConfigError if the checks refuse them."""
     config = load_config(CONFIG, list(overrides(keys_of(task, arm))))
-    check_config(config, explicit_keys(config), 1, "cpu")
+    check_config(config, explicit_keys(config), config.run.num_ranks or 1, "cpu")
     return flat(config.model_dump(mode="json"))
 
 
@@ -133,7 +139,7 @@ def made_up(tmp_path) -> dict[str, Any]:
     return results.read_results(tmp_path, [1, 2])
 
 
-def test_tables_say_what_the_runs_were(made_up):
+def test_tables_say_what_the_runs_were(made_up, tmp_path):
     rows = {row[1]: row for row in page.result_rows(made_up, ["baseline", "k2", "grpo"])}
     # 0.5, 0.8, 0.9 have the mean 0.733, and the three after 0.5 the mean 0.883: step 4, of 256 responses.
     assert rows["baseline"] == [
@@ -147,6 +153,7 @@ def test_tables_say_what_the_runs_were(made_up):
     assert rows["K = 2"][2:4] == ["3 (3..3) <", "0.970 (0.960..0.980) >"]
     assert rows["GRPO, n = 4"][3:] == ["0.930 (0.930..0.930)", "0.960 (0.960..0.960)", "-"]
     assert "long" not in made_up, "a run that was stopped is no result"
+    assert results.read_results(tmp_path, [1], made_up) == made_up == results.read_results(tmp_path / "none", [1], made_up)
     left = results.missing(made_up, [1, 2])
     assert left["sums"]["grpo"] == [2] and left["long"]["grpo"] == [1, 2] and "k2" not in left["sums"]
     assert "sums: 6 steps of value pretraining (seed 1, 2)" in page.missing_text(made_up, [1, 2])

@@ -86,8 +86,8 @@ def measure(arch: ModelArch, ends: Ends, encoded: list[bytes], rank: int) -> Cos
             described = time.process_time() - started
         ends = replace(ends, targets=tuple(map(Target.decode, encoded)))
         plan: RankPlan = plan_rank(ends, rank)
-        rounds = agree_rounds(plan, 2, BUCKET_BYTES, wire)
-        Checksums(ends, plan, destination, torch.bfloat16, wire)
+        rounds = agree_rounds(plan, BUCKET_BYTES, wire)
+        Checksums(ends, plan, destination, wire)
     seconds = time.process_time() - started
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     sent = 2e-9 * sum(move.numel for move in plan.outgoing)

@@ -393,7 +393,7 @@ class Threads:
     def run(self, plans: dict[int, RankPlan], cap: int) -> list[list[Round]]:
         at: Any = lambda rank: SimpleNamespace(rank=rank, reduce=partial(self._reduce, rank))
         with ThreadPoolExecutor(len(plans)) as pool:
-            return list(pool.map(lambda rank: agree_rounds(plans[rank], 2, cap, at(rank)), plans))
+            return list(pool.map(lambda rank: agree_rounds(plans[rank], cap, at(rank)), plans))
 
     def _reduce(self, rank: int, values: list[int], op: Any) -> list[int]:
         self._values[rank] = values

@@ -67,13 +67,15 @@ FAULTS = {
 
 
 class PlainEngine:
-    """Parameters in a dict; `spoil(move, values)` may change what lands."""
+    """Parameters in a dict, norms in fp32; `spoil(move, values)` may change what lands."""
 
     def __init__(self, arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) -> None:
         self.receiver = self
         self.device = torch.device("cpu")
         self.version: int | None = None
-        self._destination = engine_destination(arch, tp, rank, dtype)
+        described = engine_destination(arch, tp, rank, dtype)
+        others = {name: torch.float32 for name in described.shapes if "norm" in name}
+        self._destination = dataclasses.replace(described, others=others)
         self.tensors: dict[str, Tensor] = {}
         self.spoil = lambda move, values: (move, values)
         self.spoil_end = lambda tensors: None
@@ -83,8 +85,8 @@ class PlainEngine:
 
     @contextlib.contextmanager
     def session(self, moves: Any, inspect: Any) -> Iterator[Any]:
-        dtype = self._destination.dtype
-        self.tensors = {n: torch.zeros(*s, dtype=dtype) for n, s in self._destination.shapes.items()}
+        shapes, dtype_of = self._destination.shapes, self._destination.dtype_of
+        self.tensors = {n: torch.zeros(*s, dtype=dtype_of(n)) for n, s in shapes.items()}
 
         def land(move, values):
             move, values = self.spoil(move, values)
@@ -116,14 +118,18 @@ def run_push(rank: int, case: tuple) -> dict[str, Any]:
     wrong, metrics = [], {}
     for version in (1, 2):
         checkpoint = random_checkpoint(arch, seed=version)
+        for name in checkpoint:
+            if "norm" in name:  # would be rounded on a wire of bf16
+                checkpoint[name] = (checkpoint[name] + 2.0**-12).to(policy_dtype).float()
         local.update({n: t.to(policy_dtype) for n, t in policy_tensors(arch, layout, rank, checkpoint).items()})
         metrics = sync.push(version)
         for target, want in engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp).items():
-            if not torch.equal(engine.tensors[target], want.to(engine_dtype).view(engine.tensors[target].shape)):
+            got = engine.tensors[target]
+            if not torch.equal(got, want.to(got.dtype).view(got.shape)):
                 wrong.append(f"version {version} {target}")
         assert engine.version == version
-    needed = sum(t.numel() for t in engine.tensors.values()) - sum(f.box.area for f in engine.describe({}).fills)
-    return {"wrong": wrong, "metrics": metrics, "needed": needed * engine_dtype.itemsize}
+    filled = sum(fill.box.area for fill in engine.describe({}).fills) * engine_dtype.itemsize
+    return {"wrong": wrong, "metrics": metrics, "needed": sum(t.nbytes for t in engine.tensors.values()) - filled}
 
 
 def run_split(rank: int, case: tuple) -> dict[str, Any]:

@@ -61,6 +61,7 @@ API = types.SimpleNamespace(
     info=lambda layer: types.SimpleNamespace(can_load=lambda: False),
     layer_tensors=lambda layer: {**layer._parameters, **layer._buffers},
     original_loader=lambda tensor: None,
+    is_deferred=lambda layer: False,
 )
 
 
@@ -81,14 +82,31 @@ def test_slices_become_pieces():
     assert destination.shapes == {"layer.qk": Shape(1, 6, 6), "layer.norm": Shape(1, 6, 1), "layer.w": Shape(2, 3, 6)}
 
 
+def test_experts_are_read_transposed_and_a_cleared_source_is_a_constant():
+    """As vLLM's loader of gpt_oss: both experts of a layer at once, and a bias that another rank of the replica adds."""
+
+    def loader(params, weights):
+        good({**params, "layer.w": torch.empty(2, 3, 6, device="meta"), "layer.norm": torch.empty(6, device="meta")}, weights)
+        params["layer.w"].copy_(weights["turned"][:, :, 2:5].permute(0, 2, 1).contiguous())
+        params["layer.norm"].copy_(weights["norm"].zero_())
+
+    found = record_destination(Model(loader), API, {**SHAPES, "turned": (2, 6, 5)}, torch.float32)
+    assert [piece for piece in found.pieces if piece.local == "layer.w"] == [
+        Piece("turned", Box(0, 6, 2, 5), "layer.w", 0, 0, 0, True),
+        Piece("turned", Box(6, 12, 2, 5), "layer.w", 0, 0, 1, True),
+    ]
+    assert found.fills == (Fill("layer.norm", 0, Box(0, 6, 0, 1), 0.0),)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda p, w: p["layer.norm"].copy_(w["norm"] + 1), "computed tensor into layer.norm"),
         (lambda p, w: p["layer.norm"].copy_(w["norm"][:1]), "broadcasts norm"),
         (lambda p, w: p["layer.qk"].copy_(w["q"].repeat(2, 1)[:6]), "computed tensor into layer.qk"),
-        (lambda p, w: p["layer.qk"][:, :4].copy_(w["q"].t()), "q: .* transposed or strided"),
-        (lambda p, w: p["layer.qk"][::2][:2].copy_(w["q"][:2]), "layer.qk: .* transposed or strided"),
+        (lambda p, w: p["layer.qk"][:3, :4].copy_(w["q"].t()[::2]), "q: .* strided, not a rectangle"),
+        (lambda p, w: p["layer.qk"][::2][:2].copy_(w["q"][:2]), "layer.qk: .* strided, not a rectangle"),
+        (lambda p, w: w["norm"].mul_(2), "mul_.* on the checkpoint's norm"),
         (lambda p, w: p["layer.norm"].mul_(2), "mul_.* on it"),
         (lambda p, w: p["layer.norm"].view(2, 3).copy_(w["norm"].view(2, 3)), "norm"),
         (lambda p, w: p["layer.qk"][0].copy_(w["q"][0]), "layer.qk.* overlap"),
@@ -126,7 +144,8 @@ def test_a_parameter_that_holds_what_is_sent_is_taken_and_one_that_rounds_is_ref
     model = Model(good).to(torch.bfloat16)
     model.layer.norm = nn.Parameter(torch.empty(6, device="meta", dtype=dtype), requires_grad=False)
     with nullcontext() if fits else pytest.raises(ValueError, match="layer.norm in torch.float16, which does not hold"):
-        assert record_destination(model, API, SHAPES, torch.bfloat16).dtype == torch.bfloat16
+        found = record_destination(model, API, SHAPES, torch.bfloat16)
+        assert found.dtype == torch.bfloat16 and found.others == {"layer.norm": torch.float32}
 
 
 LAYERS, WIDE = 7, 3  # layer WIDE has another shape

@@ -61,10 +61,12 @@ class Counter:
 
 
 def arch(tied=False, num_layers=4, experts=False, hidden=32):
-    """`experts`: a mixture of experts in the upper half of the layers, so that the first of two stages has none."""
+    """`experts`: a mixture of experts in the upper half of the layers, so that the first of two stages has none, and one KV head,
+    of which tp ranks hold copies.
+    """
     from megappo.models.arch import ModelArch, MoeArch, Rope
 
-    sizes = (num_layers, hidden, 4, 2, 8, 2 * hidden, VOCABULARY, 64, tied, 1e-6, Rope())
+    sizes = (num_layers, hidden, 4, 1 if experts else 2, 8, 2 * hidden, VOCABULARY, 64, tied, 1e-6, Rope())
     if not experts:
         return ModelArch("llama", "LlamaForCausalLM", *sizes)
     moe = MoeArch(num_experts=4, top_k=2, ffn_size=16, norm_topk_prob=True, dense_layers=tuple(range(num_layers // 2)))
@@ -99,7 +101,7 @@ def engine(
         groups,
         EngineSettings(torch.device("cpu"), 24, ("parameters", "gradients", "optimizer") if offload else ()),
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
-        router_aux_coef=0.01 if experts else 0.0,
+        balance=(0.01 if experts else 0.0, 0.0),
     )
 
 

@@ -23,13 +23,13 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return spawn_world(world_main, 2, str(folder), timeout_s=400)
 
 
-@pytest.mark.parametrize("model", [*MODELS, "bf16", *EXPERTS])
+@pytest.mark.parametrize("model", ["policy", "policy tied", "bf16", *EXPERTS])
 def test_weights_and_optimizer_survive_a_chain_of_engines(ranks, model: str) -> None:
     """Every weight, moment and main parameter, and the step, after every hop, to the bit."""
     for rank in ranks:
         found = rank[f"chain {model}"]
         assert found["wrong"] == []
-        kinds = {"weight", "exp_avg", "exp_avg_sq", "step"} | ({"main"} if model in ("bf16", "experts") else set())
+        kinds = {"weight", "exp_avg", "exp_avg_sq", "step"} | ({"main"} if model in ("bf16", "experts", "delta nets") else set())
         assert {part.split()[0] for part in found["parts"]} == kinds
 
 

@@ -76,6 +76,14 @@ def test_other_prompts_are_refused_in_one_line(case: str) -> None:
     assert text.endswith("; restore it, or start a new run in another directory")
 
 
+@pytest.mark.parametrize("now", [None, {"path": "t", "sha256": "b" * 64}])
+def test_another_teacher_or_none_is_refused_and_one_that_has_moved_is_not(now: Any) -> None:
+    saved = changed("teacher", {"path": "t", "sha256": "a" * 64})
+    assert resume(saved, changed("teacher", {"path": "elsewhere", "sha256": "a" * 64})) == resume(FACTS, FACTS) == []
+    with pytest.raises(ValueError, match="^step-3 was written with teacher {.*; resume with the same one, or start a new run"):
+        resume(saved, changed("teacher", now))
+
+
 PTX = {"path": "t.jsonl", "sha256": "a" * 64, "text_key": "text", "max_tokens": 64}
 OTHER_TEXTS: list[tuple[Any, Any, str]] = [
     (None, PTX, "no texts beside its prompts (algorithm.ptx), this run has those of t.jsonl"),

@@ -63,8 +63,8 @@ BAD = [
     (nothing, ["policy.parallel.tp=4"], ["policy.parallel: tp 4 x pp 1 = 4 does not divide the 2 ranks"]),
     (
         nothing,
-        ["run.num_ranks=4", "policy.parallel.tp=4"],
-        ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"],
+        ["run.num_ranks=8", "policy.parallel.tp=8"],
+        ["policy.parallel.tp = 8", "4 attention heads", "largest tp that works is 4"],
     ),
     (nothing, ["data.max_prompt_tokens=1"], ["no prompts are left", "kept 0 of 100"]),
     (make_incomplete_prompts, [], ["data.prompt_key=prompt", "question, gold"]),

@@ -49,6 +49,13 @@ def test_the_dtype_is_that_of_the_checkpoint_unless_it_is_asked_for(monkeypatch,
     assert asked_of_the_engines(monkeypatch, model, dtype="fp32")[0] == "fp32"
 
 
+def test_a_tokenizer_without_a_chat_template_is_refused_with_the_way_out(tmp_path):
+    model = write_checkpoint(tmp_path / "model", TINY)
+    with pytest.raises(ValueError, match=f"^the tokenizer {model} has no chat template; prompts go as they are with --raw$"):
+        module.Texts(chat_template=True).load(str(model))
+    assert module.Texts(chat_template=False).load(str(model)).encode("1+1=")
+
+
 @pytest.mark.parametrize("positions, tokens", [(64, 64), (4096, 256)])
 def test_the_default_length_is_256_or_what_the_model_takes(monkeypatch, tmp_path, positions, tokens):
     model = write_checkpoint(tmp_path / "model", TINY | {"max_position_embeddings": positions})

@@ -24,6 +24,7 @@ from tests.config.examples import sft_config, train_config
 ADAPTIVE = "algorithm.kl.controller=adaptive"
 ROUTE = "reward.route.map={a: [{name: a}], b: [{name: a, weight: 2}, {name: b}]}"
 ROUTED = ["reward.route.key=s", ROUTE]
+TAUGHT = "algorithm.distillation.coef=0.5"
 SMALL_CLIPS = ["algorithm.loss.type=gspo", "algorithm.loss_aggregation=seq-mean-token-mean"]
 # beside rollout.partial_rollout_tokens: overrides that need whole responses, what the message must contain, what mends it
 WINDOWED = [
@@ -151,6 +152,18 @@ BROKEN = [
         for name in ("grpo", "rloo")
     ),
     ("group_problem", ["algorithm.estimator=grpo"], ["or use remax"], "algorithm.estimator=remax"),
+    (
+        "distillation_problem",
+        ["algorithm.distillation.coef=0.5"],
+        ["teacher.model = null: algorithm.distillation needs a teacher"],
+        "teacher.model=m",
+    ),
+    (
+        "distillation_problem",
+        ["algorithm.distillation.coef=0.5", "teacher.model=m", "algorithm.estimator=rloo", "rollout.samples_per_prompt=2"],
+        ['algorithm.distillation.placement = "reward": rloo compares whole responses'],
+        "algorithm.distillation.placement=advantage",
+    ),
     (
         "sequence_loss_problem",
         ["algorithm.loss.type=gspo"],
@@ -411,6 +424,12 @@ BROKEN = [
         "rollout.sampling.replay_top_k_ids=false",
     ),
     (
+        "replay_problem",
+        ["rollout.engine=megatron", "rollout.replay_experts=policy"],
+        ['rollout.replay_experts = "policy": Megatron\'s own generation records none', "use none"],
+        "rollout.replay_experts=none",
+    ),
+    (
         "logits_problem",
         ["policy.dtype=fp32", "policy.logits_dtype=bf16"],
         ["policy.logits_dtype", "the logits of vLLM are fp32"],
@@ -555,6 +574,8 @@ BROKEN = [
         ["every weight is 0"],
         "reward.parts=[{name: a, weight: 0.1}]",
     ),
+    ("training_reward_problem", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], TAUGHT),
+    ("training_reward_problem", ["reward.parts=[]"], ["reward.parts = []: a run needs a reward"], TAUGHT),
     (
         "training_reward_problem",
         ["reward.parts=[{model: reward_model, path: a.py}]", "reward_model.model=m"],

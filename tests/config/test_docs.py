@@ -6,7 +6,8 @@ import pytest
 
 from megappo.config.keys import is_mapping, item_class, section_classes, sections, value_keys
 from megappo.config.run_sections import RunConfig
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS
 from scripts import reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def test_the_committed_page_is_current(page):
 
 
 def test_every_key_has_a_text_and_stands_on_the_page(page):
-    for cls in (TrainConfig, SftConfig):
+    for cls in (TrainConfig, *KINDS.values()):
         for key, field in value_keys(cls):
             assert field.description, key
             assert reference_pages.linked(field.description.replace("|", "\\|").replace("\n", " ")) in page, key

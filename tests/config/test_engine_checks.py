@@ -19,6 +19,7 @@ REFUSED = [
         ["policy.parallel.pp=2", "policy.parallel.layers_per_stage=[3, 1]"],
         "policy.parallel.layers_per_stage = [3, 1]: policy.engine",
     ),
+    (["policy.router_bias_rate=0.1"], "policy.router_bias_rate = 0.1: policy.engine is fsdp2, which does not balance experts"),
     (["policy.router_aux_coef=0.1"], "policy.router_aux_coef = 0.1: policy.engine is fsdp2, which does not balance experts"),
     (["critic.optimizer.distributed=false"], "critic.optimizer.distributed = false: critic.engine is fsdp2, which always shards"),
 ]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import megappo
 from megappo.config.keys import value_keys
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS
 
 PACKAGE = Path(megappo.__file__).parent
 # Folders that check, plan or measure: a key that only they read changes no run.
@@ -45,10 +46,10 @@ def attributes_in(path: Path) -> frozenset[str]:
 def test_every_key_is_read_outside_checks_plans_and_measurements():
     read = attributes_read(INSTRUMENTS) | set(READ_THROUGH)
     # They make what the trainer trains and evaluates on, and its schedules of updates.
-    made = [f"trainer/prepare/{name}.py" for name in ("data", "recorded")]
+    made = [f"trainer/prepare/{name}.py" for name in ("data", "images", "recorded", "supervised")]
     for name in (*made, "config/evaluations.py", "config/batch.py"):
         read |= {n.attr for n in ast.walk(ast.parse((PACKAGE / name).read_text())) if isinstance(n, ast.Attribute)}
-    unread = [key for cls in (TrainConfig, SftConfig) for key, _ in value_keys(cls) if key.rsplit(".", 1)[-1] not in read]
+    unread = [key for cls in (TrainConfig, *KINDS.values()) for key, _ in value_keys(cls) if key.rsplit(".", 1)[-1] not in read]
     assert not unread, f"nobody reads {unread}"
 
 

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.keys import hint, sections, value_at, value_keys
-from megappo.config.loading import explicit_keys, json_schema, load_config, parse_override
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.loading import explicit_keys, json_schema, load_config, load_run, parse_override
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS, SftConfig
 from megappo.config.yaml_reader import CoreDumper, parse_yaml
-from tests.config.examples import TRAIN, train_config, write
+from tests.config.examples import SFT, TRAIN, train_config, write
 
 # (overrides, what the message must contain)
 BAD_OVERRIDES = [
@@ -162,11 +163,14 @@ PATHS = {
     "reference.model",
     "reward_model.model",
     "reward_model.tokenizer",
+    "teacher.model",
     "data.train",
     "data.eval",
     "data.tokenizer",
+    "data.image_root",
     "rollout.environment.path",
     "run.output_dir",
+    "telemetry.hardware",
 }
 
 
@@ -208,6 +212,7 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
     assert {key for key in texts if takes(key, r"a\nb")} == {
         "data.prompt_key",
         "data.answer_key",
+        "data.image_key",
         "data.weight_key",
         "data.system_prompt",
         "data.prompt_suffix",
@@ -244,6 +249,7 @@ rollout: &r {stop: ["a", 'b'], max_response_tokens: 64}
 """
 
 
+@pytest.mark.slow
 def test_mutated_files_load_or_are_refused_in_one_line(tmp_path):
     random, outcomes = Random(0), Counter()
     tokens = [
@@ -429,11 +435,27 @@ def test_fp16_is_refused_with_the_reason(tmp_path, key, name):
 
 
 def test_other_trainers_names_lead_to_keys_that_exist():
-    assert "trainer.eval_every" not in hint("eval_interval", SftConfig), "fine-tuning has no such key"
+    assert "algorithm.kl.coef" not in hint("kl_coef", SftConfig), "fine-tuning has no such key"
+    assert "algorithm.kl.coef" in hint("kl_coef", TrainConfig)
+
+
+def test_a_file_of_a_kind_is_loaded_as_such(tmp_path):
+    path = write(tmp_path, SFT + "kind: sft\n")
+    assert isinstance(load_run(path), SftConfig) and isinstance(load_run(path, (), "sft"), SftConfig)
+    assert isinstance(load_run(write(tmp_path, SFT), (), "sft"), SftConfig)
+    assert isinstance(load_run(write(tmp_path, SFT), ["kind=sft"]), SftConfig)
+    assert isinstance(load_run(write(tmp_path, TRAIN)), TrainConfig)
+    with pytest.raises(
+        ConfigError, match=r'config.yaml: kind = "stf": is no kind of run; use sft or reward_model or dpo, or leave it out for'
+    ):
+        load_run(write(tmp_path, TRAIN + "kind: stf\n"))
+    with pytest.raises(ConfigError, match=r'config.yaml:4: kind = "sft": this command takes PPO runs alone'):
+        load_config(write(tmp_path, SFT + "kind: sft\n"))
+    assert load_run(write(tmp_path, dump_yaml(load_run(path)))) == load_run(write(tmp_path, SFT + "kind: sft\n"))
 
 
 def test_every_known_key_is_accepted_as_an_override():
-    for cls in (TrainConfig, SftConfig):
+    for cls in (TrainConfig, *KINDS.values()):
         for key, field in value_keys(cls):
             assert field.annotation is not None
             schema = TypeAdapter(field.annotation).json_schema()
@@ -456,7 +478,7 @@ def test_a_name_with_a_shells_characters_is_a_path(tmp_path, path):
     "cls, key, said",
     [
         (TrainConfig, "data.max_tokens", "unknown key; `megappo sft` has it; did you mean algorithm.ptx.max_tokens?"),
-        (SftConfig, "trainer.epochs", "unknown key; `megappo train` has it; did you mean trainer.steps?"),
+        (SftConfig, "data.prompts_per_step", "unknown key; `megappo train` has it; did you mean data.prompt_key?"),
         (SftConfig, "nothing.like", "unknown key; `megappo config --sft --schema` lists the keys"),
     ],
 )

@@ -18,7 +18,7 @@ REFUSED = [
     ("policy.lora.targets=linear", "policy.lora.targets = \"linear\": must be 'all-linear', or must be a list"),
     ("reference.lora.rank=4", "reference.lora.rank = 4: unknown key; the reference trains nothing that an adapter could learn"),
     ("policy.lora.use_rslora=true", "unknown key; TRL has it; no equivalent here: alpha / sqrt(rank) is policy.lora.alpha = "),
-    ("reward_model.lora={rank: 4}", "unknown key; the reward_model trains nothing"),
+    ("reward_model.lora={rank: 4}", "has it; the reward_model trains nothing"),
 ]
 
 

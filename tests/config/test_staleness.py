@@ -8,6 +8,7 @@ from tests.config.examples import train_config
 
 RANKS = [f"{role}.ranks=0-1" for role in ("policy", "critic", "reference")] + ["rollout.ranks=2"]
 ASYNCHRONOUS = [*RANKS, "rollout.max_staleness=2", "algorithm.importance_sampling.type=tis"]
+AVERAGE = ["policy.ema.decay=0.9", "trainer.evaluate_with=ema", "data.eval=e.jsonl", "trainer.eval_every=1"]
 # (overrides that are refused, what the line says, what mends it)
 REFUSED = [
     (["policy.ranks=all"], ['policy.ranks = "all": ranks 2 only generate', "use 0-1"], "policy.ranks=0-1"),
@@ -30,18 +31,10 @@ REFUSED = [
         "rollout.partial_rollout_tokens=null",
     ),
     (
-        ["algorithm.dynamic_sampling={}", "rollout.samples_per_prompt=2"],
-        ["its rounds choose prompts"],
-        "algorithm.dynamic_sampling=null",
-    ),
-    (["data.curriculum={}"], ["it chooses prompts by scores"], "data.curriculum=null"),
-    (["algorithm.estimator=remax"], ["greedy responses are drawn after"], "algorithm.estimator=gae"),
-    (
-        ["policy.ema.decay=0.9", "trainer.evaluate_with=ema", "data.eval=e.jsonl", "trainer.eval_every=1"],
-        ["use policy"],
+        [*AVERAGE, "rollout.environment.path=e.py", "rollout.environment.function=f"],
+        ["would go on under the average; use policy"],
         "trainer.evaluate_with=policy",
     ),
-    (["reward.above_max=redraw"], ["is not drawn again after later ones have begun; use stop"], "reward.above_max=stop"),
     (["rollout.engine=megatron"], ["rollout.engine is megatron"], "rollout.engine=vllm"),
 ]
 
@@ -52,7 +45,7 @@ def found(folder, overrides):
 
 
 def test_what_cannot_go_with_generation_beside_training_is_refused_and_mended(tmp_path):
-    assert found(tmp_path, ASYNCHRONOUS) == []
+    assert found(tmp_path, ASYNCHRONOUS) == found(tmp_path, [*ASYNCHRONOUS, *AVERAGE]) == []
     for overrides, words, mend in REFUSED:
         lines = found(tmp_path, [*ASYNCHRONOUS, *overrides])
         assert any(all(word in line for word in words) for line in lines), (overrides, lines)

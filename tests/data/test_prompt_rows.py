@@ -100,8 +100,8 @@ def test_prompts_are_indexed_as_a_tuple_is(tmp_path: Path, char: Tokenizer) -> N
 
 
 def count_tokenising(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    done, encode = [], prompt_rows.encode_question
-    monkeypatch.setattr(prompt_rows, "encode_question", lambda *a: done.append(a[-1]) or encode(*a))
+    done, encode = [], prompt_rows.encode_prompt
+    monkeypatch.setattr(prompt_rows, "encode_prompt", lambda *a: done.append(a[-1]) or encode(*a))
     return done
 
 
@@ -132,7 +132,7 @@ def test_prompts_are_tokenised_again_when_anything_that_decides_them_changes(
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, encode = tmp_path / "a.jsonl", prompt_rows.encode_question
+    file, encode = tmp_path / "a.jsonl", prompt_rows.encode_prompt
     write_jsonl(file, records(9))
 
     def appending(*arguments: Any) -> list[int]:
@@ -140,7 +140,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, char: T
             more.write("\n")
         return encode(*arguments)
 
-    monkeypatch.setattr(prompt_rows, "encode_question", appending)
+    monkeypatch.setattr(prompt_rows, "encode_prompt", appending)
     with pytest.raises(ValueError, match="a.jsonl was changed while it was read"):
         prompts(str(file), char, tmp_path / "cache")
 
@@ -197,7 +197,7 @@ def test_demonstrations_are_read_again_from_their_rows(tmp_path: Path, char: Tok
     lines = [{"prompt": "1" * (1 + n % 3), "answer": "2" * (1 + n % 2)} for n in range(20)]
     spec, rules = write_jsonl(tmp_path / "a.jsonl", lines), DemonstrationRules("prompt", "answer", PLAIN, 6)
     first = demonstrations_of(open_source(spec), char, rules, Cache(tmp_path / "cache"))
-    monkeypatch.setattr("megappo.data.texts.encode_question", None)
+    monkeypatch.setattr("megappo.data.texts.encode_prompt", None)
     second = demonstrations_of(open_source(spec), char, rules, Cache(tmp_path / "cache"))
     assert [second[i] for i in range(len(second))] == [first[i] for i in range(len(first))]
     assert first[3].tokens == (*char.encode_prompt("1"), *char.encode("22"), char.eos_id) and first[3].prompt_length == 2

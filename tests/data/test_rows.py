@@ -84,7 +84,7 @@ def demonstrations_into(root: Path, spec: str, tokenizer: Tokenizer, rules: Demo
 def test_several_processes_make_the_rows_that_one_makes(
     tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    lines = [{**one, "response": "1" * (n % 3)} for n, one in enumerate(records(COUNT))]
+    lines = [{**one, "response": "1" * (n % 3 or 1)} for n, one in enumerate(records(COUNT))]
     into: Callable[[Path], None] = partial(prompts_into, spec="", tokenizer=char, rules=RULES)
     if kind == "parquet":
         into = partial(into, spec=write_parquet(tmp_path / "a.parquet", typed(COUNT)))
@@ -129,6 +129,7 @@ def helpers() -> list[psutil.Process]:
         ({60: {"answer": "1"}, 149: HALF}, "data.prompt_key=prompt: .*#60 .* has no such key"),
     ],
 )
+@pytest.mark.slow
 def test_the_first_bad_record_is_the_one_that_is_told(
     tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch, bad: dict[int, Any], message: str
 ) -> None:
@@ -141,10 +142,10 @@ def test_the_first_bad_record_is_the_one_that_is_told(
     assert not helpers()
 
 
-def killing(tokenizer: Tokenizer, rules: PromptRules, record: Any, name: str) -> Any:
+def killing(tokenizer: Tokenizer, rules: PromptRules, images: None, record: Any, name: str) -> Any:
     if record["prompt"] == "1" * 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode(tokenizer, rules, record, name)
+    return encode(tokenizer, rules, images, record, name)
 
 
 @pytest.mark.slow
@@ -177,9 +178,9 @@ prompts_into(Path(sys.argv[1]), sys.argv[2], load_tokenizer(sys.argv[3]), RULES)
 """
 
 
-def waiting(tokenizer: Tokenizer, rules: PromptRules, record: Any, name: str) -> Any:
+def waiting(tokenizer: Tokenizer, rules: PromptRules, images: None, record: Any, name: str) -> Any:
     time.sleep(600)
-    return encode(tokenizer, rules, record, name)
+    return encode(tokenizer, rules, images, record, name)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.config.schema import SftConfig
+from megappo.config.supervised import SftConfig
 from megappo.data import rows, sources
 from megappo.data.cache import Cache
 from megappo.data.loader import PassRates, PromptLoader, weights_of

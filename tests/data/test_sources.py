@@ -234,6 +234,7 @@ def mutated(text: bytes, random: Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_mutated_data_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     """Up to the prompts, as a run reads it."""
     tokenizer = load_tokenizer(train_tokenizer(tmp_path / "model"))

@@ -12,7 +12,8 @@ import transformers
 from megappo.commands.generate.inputs import template_args_of
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import SftConfig
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat

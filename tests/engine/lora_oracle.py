@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -22,6 +22,23 @@ def noise_of(name: str, shape: tuple[int, ...], scale: float = 0.2) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * scale
 
 
+def write_noise(engine: Any) -> None:
+    """Start an engine's adapters, and a critic's head, with `noise_of`."""
+    from megappo.models.pieces import rectangle, sizes_of
+
+    pieces = engine.adapters.pieces()
+    sizes = sizes_of(pieces)
+    if engine.value_head:
+        sizes["score.weight"] = (1, engine.arch.hidden_size)
+    parameters = engine.named_parameters()
+    position = engine.placement.position_of(torch.distributed.get_rank())
+    for piece in (*pieces[position], *(one for one in engine.pieces()[position] if one.hf == "score.weight")):
+        whole = noise_of(piece.hf, sizes[piece.hf])
+        rows = whole[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1]
+        place = piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols
+        rectangle(parameters[piece.local], *place).copy_(rows)
+
+
 def linear_in_layers(model: Any) -> list[str]:
     """Last names of the linear layers of the decoder's layers."""
     linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".layers." in name)
@@ -36,10 +53,10 @@ class Oracle:
         more = {"num_labels": 1} if value_head else {}
         # eager: attention with sinks and caps, and experts in fp64.
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        base = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double()
+        base: Any = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double()
         base.get_input_embeddings().padding_idx = None
         targets = lora.targets if lora.targets != "all-linear" else linear_in_layers(base)
-        settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
+        settings = peft.LoraConfig(r=lora.rank, lora_alpha=cast(Any, lora.alpha), target_modules=list(targets))
         self.model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False).eval()
         self.tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -73,6 +90,76 @@ class Oracle:
                 found["gradients"] = {name: p.grad.clone() for name, p in self.tensors.items() if p.grad is not None}
             adam.step()
         return found | {"parameters": {name: p.detach().clone() for name, p in self.tensors.items()}}
+
+
+class MergedOracle(Oracle):
+    """PEFT's definition on a model with experts, of which PEFT itself adapts some kinds alone: a plain model in fp64 computes with
+    W + alpha / rank * B A in place of every linear weight of its layers and of every expert, and autograd goes through the sum.
+    parts: parameter of all experts -> kinds of the checkpoint's modules in it. prefix: the checkpoint's name of `mlp`."""
+
+    PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig,
+        *,
+        value_head: bool = False,
+        parts: Mapping[str, tuple[str, ...]] = PARTS,
+        prefix: str = "mlp",
+    ) -> None:
+        kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
+        more = {"num_labels": 1} if value_head else {}
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model: Any = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double().eval().requires_grad_(False)
+        self.scale, self.tensors = lora.alpha / lora.rank, {}
+        # Parameter -> its blocks of rows by expert, each with the name of its module.
+        self.blocks: dict[str, list[list[str]]] = {}
+        linear = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
+        for name, parameter in self.model.named_parameters():
+            stem, _, last = name.rpartition(".experts.")
+            if name in linear and ".layers." in name:
+                self.blocks[name] = [[name.removesuffix(".weight")]]
+            elif stem:
+                experts = f"{stem.removesuffix('mlp')}{prefix}.experts"
+                self.blocks[name] = [[f"{experts}.{number}.{part}" for part in parts[last]] for number in range(len(parameter))]
+            elif value_head and name == "score.weight":
+                self.tensors[name] = noise_of(name, tuple(parameter.shape)).double().requires_grad_()
+            columns, rows = parameter.size(-1), parameter.size(-2) if parameter.dim() > 1 else 0
+            for modules in self.blocks.get(name, ()):
+                for module in modules:
+                    for tensor, shape in (("A", (lora.rank, columns)), ("B", (rows // len(modules), lora.rank))):
+                        ours = f"{module}.lora_{tensor}.weight"
+                        self.tensors[ours] = noise_of(ours, shape).double().requires_grad_()
+        if value_head:
+            self.model.score.bias.data.zero_()
+
+    def merged(self, name: str) -> Tensor:
+        """The merged parameter of this name in transformers' class."""
+        changes = [
+            torch.cat([self.tensors[f"{m}.lora_B.weight"] @ self.tensors[f"{m}.lora_A.weight"] for m in modules])
+            for modules in self.blocks[name]
+        ]
+        weight = self.model.get_parameter(name)
+        return weight + self.scale * (torch.stack(changes) if weight.dim() == 3 else changes[0])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Module -> its merged weight."""
+        found = {}
+        for name, blocks in self.blocks.items():
+            whole = self.merged(name).detach()
+            for part, modules in zip(whole if whole.dim() == 3 else [whole], blocks):
+                found |= dict(zip(modules, part.chunk(len(modules))))
+        return found
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[T, V], or values [T, 1]. ids: [T]."""
+        weights = {name: self.merged(name) for name in self.blocks} | {n: t for n, t in self.tensors.items() if n == "score.weight"}
+        return torch.func.functional_call(self.model, weights, kwargs={"input_ids": ids[None], "use_cache": False}).logits[0]
+
+    def rows(self, batch: PackedBatch) -> Tensor:
+        ends = batch.cu_seqlens.tolist()
+        return torch.cat([self.logits(batch.tokens[start:end]) for start, end in zip(ends, ends[1:])])
 
 
 def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

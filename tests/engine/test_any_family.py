@@ -17,7 +17,7 @@ from megappo.data.packing import PackedBatch
 from megappo.models.hf_config import arch_for
 from megappo.models.pieces import as_2d, rectangle
 from megappo.models.weight_map import hf_tensors
-from tests.engine.lora_oracle import Oracle, worst
+from tests.engine.lora_oracle import MergedOracle, Oracle, worst
 from tests.engine.runs import recorded_batch
 from tests.models.any_families import FAMILIES, write_any_checkpoint, write_composite
 from tests.worlds import spawn_world
@@ -25,6 +25,7 @@ from tests.worlds import spawn_world
 # fp32 in another order of sums, relative to the largest number of a tensor.
 TOLERANCE = 5e-5
 CONTEXT = ("gpt_oss", "deepseek_v3")  # sinks are cut with the heads; values are narrower than keys
+REPLAYED = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "minimax_m2")
 CRITICS = ("gpt_neox", "gemma3_text", "deepseek_v3", "gpt_oss")
 DENOMINATOR = 10.0
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -36,6 +37,9 @@ ADAPTED = {
     "gpt_oss": (LORA.model_copy(update={"targets": ("q_proj", "o_proj")}), False),
     "deepseek_v3": (LORA.model_copy(update={"targets": ("q_a_proj", "kv_b_proj", "o_proj")}), False),
 }
+# Adapters on every linear layer, experts' too. Names and parts of their own; beside shared experts.
+EXPERTS_ADAPTED = {"mixtral": (LORA, False), "deepseek_v3": (LORA, True)}
+MIXTRAL: dict[str, Any] = {"prefix": "block_sparse_moe", "parts": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}}
 
 
 def run_of_two(rank: int, folder: str) -> dict[str, Any]:
@@ -44,7 +48,7 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
 
     cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for kind in FAMILIES:
         found[kind] = trained(engines, Path(folder, kind))
     for kind in CRITICS:
@@ -55,6 +59,10 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
         found["cp", kind] = trained(engines, Path(folder, kind), exports=False, parallel={"cp": 2})
     for kind, (lora, value_head) in ADAPTED.items():
         found["lora", kind] = adapted(engines, Path(folder, kind), lora, value_head=value_head)
+    for kind, (lora, value_head) in EXPERTS_ADAPTED.items():
+        found["experts", kind] = adapted(engines, Path(folder, kind), lora, value_head=value_head)
+    for kind in REPLAYED:
+        found["replayed", kind] = replayed(engines, Path(folder, kind))
     for recompute in ("selective", "full"):
         found["recompute", recompute] = trained(engines, Path(folder, "gpt_oss"), recompute=recompute, exports=False)
     return found
@@ -75,7 +83,7 @@ def trained(engines: Any, path: Path, *, exports: bool = True, **settings: Any) 
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3)
     offload = ["parameters", "gradients", "optimizer"]
     common = dict(engine="fsdp2", dtype="fp32", micro_batch_tokens=64, optimizer=optimizer, offload=offload)
-    engine = Whole(engine_for(engines, path, "policy", PolicyConfig.model_validate(common | {"model": str(path)} | settings)))
+    engine: Any = Whole(engine_for(engines, path, "policy", PolicyConfig.model_validate(common | {"model": str(path)} | settings)))
     with engine.train_mode():
         engine.optimizer_zero_grad()
         result = engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",), denominator=DENOMINATOR)
@@ -90,16 +98,67 @@ def trained(engines: Any, path: Path, *, exports: bool = True, **settings: Any) 
     return found
 
 
+def replayed(engines: Any, path: Path) -> dict[str, Any]:
+    """One recomputed pass with the sampler's routes: none, the model's own as transformers chooses, and those of the next token."""
+    from megappo.data.packing import ROUTES, Ragged
+    from tests.engine.test_conformance import negative_logprob
+    from tests.engine.whole import Whole
+
+    section = PolicyConfig(model=str(path), engine="fsdp2", dtype="fp32", micro_batch_tokens=64, recompute="full")
+    engine: Any = Whole(engine_for(engines, path, "policy", section))
+    batch, found = recorded_batch(), {}
+    own = own_routes(read(path), batch)
+    for name, routes in (("plain", None), ("own", own), ("shifted", own.roll(1, 0))):
+        given = batch
+        if routes is not None:
+            rows = Ragged.of_table(routes)
+            given = batch.with_fields(ragged_fields={ROUTES: Ragged(rows.ids.to(torch.uint8), rows.counts)})
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            result = engine.forward_backward(given, negative_logprob, reads=("weight", ROUTES), denominator=DENOMINATOR)
+            gradients = {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
+        found[name] = result.tokens["logprob"], gradients, result.sums.get("rerouted_sum")
+    return found
+
+
+def own_routes(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """[T, sparse layers x top_k] int32, -1 for the first token of each sequence: what every topk among the experts chose."""
+    from torch.overrides import TorchFunctionMode
+
+    config = model.config
+    named = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    choice = next(count for count in named if count), config.num_experts_per_tok
+
+    class Recorder(TorchFunctionMode):
+        found: list[torch.Tensor] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func in (torch.topk, torch.Tensor.topk) and args[0].dim() == 2 and (args[0].size(-1), out[1].size(-1)) == choice:
+                self.found.append(out[1])
+            return out
+
+    rows = []
+    for start, end in sequences(batch):
+        with torch.no_grad(), Recorder() as recorder:
+            recorder.found = []
+            model(batch.tokens[None, start:end], use_cache=False)
+        rows.append(torch.cat(recorder.found, 1).int())
+        rows[-1][0] = -1
+    return torch.cat(rows)
+
+
 def adapted(engines: Any, path: Path, lora: LoraConfig, *, value_head: bool) -> dict[str, Any]:
     """Losses, gradients and adapters of updates (`test_lora.trained`); of a policy log-probs afterwards, and an export."""
+    from tests.engine.lora_oracle import write_noise
     from tests.engine.test_conformance import logprobs_of
-    from tests.engine.test_lora import OPTIMIZER, trained, write_noise
+    from tests.engine.test_lora import OPTIMIZER, trained
     from tests.engine.whole import Whole
 
     common: dict[str, Any] = dict(engine="fsdp2", dtype="fp32", micro_batch_tokens=48, optimizer=OPTIMIZER, lora=lora)
     section = CriticConfig(**common) if value_head else PolicyConfig(model=str(path), **common)
     role, head = ("critic", {"value_head": "zero"}) if value_head else ("policy", {})
-    engine = Whole(engine_for(engines, path, role, section, **head))
+    engine: Any = Whole(engine_for(engines, path, role, section, **head))
     with engine.train_mode(), torch.no_grad():
         write_noise(engine)
     found = trained(engine)
@@ -117,7 +176,8 @@ def resumed(engines: Any, path: Path) -> dict[str, bool]:
     from tests.engine.whole import Whole
 
     section = PolicyConfig(model=str(path), engine="fsdp2", dtype="fp32", optimizer=OptimizerConfig(lr=1e-2, eps=1e-3))
-    first, second = (Whole(engine_for(engines, path, "policy", section)) for _ in range(2))
+    pair: list[Any] = [Whole(engine_for(engines, path, "policy", section)) for _ in range(2)]
+    first, second = pair
     store = CheckpointStore(path / "run", keep_last=1)
     with first.train_mode():
         one_update(first)
@@ -137,13 +197,13 @@ def values(engines: Any, path: Path) -> dict[str, Any]:
     from tests.engine.whole import Whole
 
     section = CriticConfig(engine="fsdp2", dtype="fp32", micro_batch_tokens=64)
-    engine = Whole(engine_for(engines, path, "critic", section, value_head="normal"))
+    engine: Any = Whole(engine_for(engines, path, "critic", section, value_head="normal"))
     found = {"values": Critic(engine).values(recorded_batch())[0]}
     with engine.eval_mode():
         found["head"] = whole_tensors(engine, engine.named_parameters())["score.weight"]
     engine.export(path / "critic", path)
     dist.barrier()
-    again = Whole(engine_for(engines, path / "critic", "critic", section, value_head="checkpoint"))
+    again: Any = Whole(engine_for(engines, path / "critic", "critic", section, value_head="checkpoint"))
     return found | {"again": Critic(again).values(recorded_batch())[0]}
 
 
@@ -257,8 +317,22 @@ def test_values_are_the_head_on_hidden_states_of_transformers(world, folder, kin
 def test_adapters_are_those_of_peft(world, folder, kind: str) -> None:
     from tests.engine.test_lora import OPTIMIZER, STEPS
 
-    (lora, value_head), batch, found = ADAPTED[kind], recorded_batch(), world["lora", kind]
+    lora, value_head = ADAPTED[kind]
     oracle = Oracle(str(folder / kind), lora, value_head=value_head)
+    compare(world["lora", kind], oracle.train(loss_of(value_head), recorded_batch(), OPTIMIZER, STEPS))
+
+
+@pytest.mark.parametrize("kind", EXPERTS_ADAPTED)
+def test_adapters_of_experts_are_those_of_peft(world, folder, kind: str) -> None:
+    from tests.engine.test_lora import OPTIMIZER, STEPS
+
+    lora, value_head = EXPERTS_ADAPTED[kind]
+    oracle = MergedOracle(str(folder / kind), lora, value_head=value_head, **(MIXTRAL if kind == "mixtral" else {}))
+    compare(world["experts", kind], oracle.train(loss_of(value_head), recorded_batch(), OPTIMIZER, STEPS))
+
+
+def loss_of(value_head: bool) -> Any:
+    batch = recorded_batch()
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         if value_head:
@@ -267,22 +341,34 @@ def test_adapters_are_those_of_peft(world, folder, kind: str) -> None:
         logprob = torch.cat([chosen.new_zeros(1), chosen]).index_fill(0, batch.cu_seqlens[:-1].long(), 0.0)
         return -(logprob * batch["weight"].double()).sum()
 
-    wanted = oracle.train(loss, batch, OPTIMIZER, STEPS)
+    return loss
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
     assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
     assert found["frozen"] and found["with gradient"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, value_head) in ADAPTED.items() if not value_head])
+@pytest.mark.parametrize("kind", [*(kind for kind, (_, value_head) in ADAPTED.items() if not value_head), "mixtral"])
 def test_peft_reads_the_adapter_of_an_export_and_transformers_the_merged_model(world, folder, kind: str) -> None:
-    batch, wanted = recorded_batch(), world["lora", kind]["updated"]
+    batch, wanted = recorded_batch(), world["experts" if kind == "mixtral" else "lora", kind]["updated"]
     with torch.no_grad():
         before = logprobs_of_transformers(read(folder / kind), batch)
         adapter = peft.PeftModel.from_pretrained(read(folder / kind), folder / kind / "adapted" / "adapter").eval()
         for model in (adapter, read(folder / kind / "adapted")):
             assert error(wanted, logprobs_of_transformers(model, batch)) < TOLERANCE
     assert error(wanted, before) > 1e-2, "an export of the base would be seen"
+
+
+def test_replayed_routes_replace_the_routers_choice(world) -> None:
+    """A model's own choice changes no bit, also where a layer is recomputed; another token's is noticed."""
+    for kind in REPLAYED:
+        (plain, gradients, _), (own, same, rerouted), (shifted, _, others) = world["replayed", kind].values()
+        assert torch.equal(own, plain) and rerouted == 0.0 and others > 0.0, kind
+        assert all(torch.equal(same[name], gradient) for name, gradient in gradients.items()), kind
+        assert float((shifted - plain).abs().max()) > 1e-2, kind
 
 
 @pytest.mark.parametrize("kind", CONTEXT)

@@ -10,28 +10,34 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megappo.commands.plan.activations import RoleWork
+from megappo.commands.plan.fsdp2 import count_own_parameters, sharded_memory
 from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import LoraConfig, ModelConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.models.hf_config import read_arch
+from megappo.models.hf_config import arch_for, read_arch
 from megappo.models.lora import is_adapter
 from megappo.parallel.layout import ParallelLayout
-from tests.engine.lora_oracle import Oracle, worst
+from tests.engine.lora_oracle import MergedOracle, Oracle, worst
 from tests.engine.runs import recorded_batch
 from tests.engine.test_lora import (
     INT8,
     LORA,
     MODULES,
+    OFFLOADED,
     OPTIMIZER,
     SP,
+    STEPS,
     TOLERANCE,
     WHOLE,
     Bench,
     base_logprobs,
+    bytes_of,
     logprobs,
+    losses_of_rows,
     merged_parts,
     resident,
     trained,
@@ -47,6 +53,19 @@ IN_8_BITS: dict[str, dict[str, Any]] = {
     "pp2": {"parallel": {"pp": 2}, "optimizer": WHOLE},
     "dp2": {"optimizer": WHOLE},
 }
+# All linear layers of a model with experts, theirs too; four ranks are those of tests/models/test_moe.py.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "megatron tp2 sp ep2": {"parallel": {**SP, "ep": 2}, "optimizer": WHOLE},
+    "megatron tp2 sp etp2 recomputed offloaded": {
+        "parallel": {**SP, "etp": 2},
+        "optimizer": WHOLE,
+        "recompute": "full",
+        "offload": OFFLOADED,
+    },
+    "fsdp2 dp2": {"engine": "fsdp2"},
+    "fsdp2 cp2 recomputed offloaded": {"engine": "fsdp2", "parallel": {"cp": 2}, "recompute": "full", "offload": OFFLOADED},
+}
+EXPERT_READ = ("megatron tp2 sp etp2 recomputed offloaded", "fsdp2 dp2")
 RESUMED: dict[str, dict[str, Any]] = {
     "same": {"parallel": SP, "optimizer": OPTIMIZER},
     "pp2": {"parallel": {"pp": 2}, "optimizer": OPTIMIZER},
@@ -71,13 +90,51 @@ def run_world(rank: int, folder: str) -> dict[str, Any]:
         "dropout": dropout(bench),
         "8 bits": in_8_bits(bench),
         "refused": stage_without_adapters(bench),
+        "experts": experts(Bench(engines, f"{folder}/qwen3_moe"), Path(folder)),
     }
+
+
+def experts(bench: Bench, folder: Path) -> dict[Any, Any]:
+    """Updates in every layout; what others read; a checkpoint of the first layout in the others; dropout."""
+    from megappo.checkpoint.store import CheckpointStore
+    from megappo.trainer.replicas import Replicas
+
+    found: dict[Any, Any] = {}
+    saved: dict[bool, dict[str, Tensor]] = {}
+    for name, keys in EXPERTS.items():
+        found[name, "base"] = logprobs(bench.engine(None, keys, noise=False))  # type: ignore[arg-type]
+        found[name, "started"] = logprobs(bench.engine(LORA, keys, noise=False))
+        for value_head in (False, True):
+            engine = bench.engine(LORA, keys, value_head=value_head)
+            found[name, "bytes", value_head] = bytes_of(engine)
+            if not value_head:
+                found[name, "on"], found[name, "off"] = logprobs(engine), base_logprobs(engine)
+                found[name, "merged"] = merged_parts(engine)
+            if name in EXPERT_READ:
+                engine.export(folder / name / ("critic" if value_head else "policy"), Path(bench.path))
+            found[name, value_head] = trained(engine) | {"replicas": Replicas(engine._engine).differences()}
+            store = CheckpointStore(folder / f"experts_{value_head}", keep_last=1)
+            if value_head not in saved:
+                store.save(1, {engine.name: engine}, {}, {})
+                saved[value_head] = everything(engine)
+            other = bench.engine(LORA, keys, value_head=value_head, noise=False)
+            store.load({engine.name: other}, {}, {})
+            loaded = everything(other)
+            found[name, value_head]["loaded"] = all(torch.equal(loaded[key], one) for key, one in saved[value_head].items())
+            found[name, value_head]["next"] = trained(other)["parameters"]
+    dropping = LORA.model_copy(update={"dropout": 0.3})
+    for name in EXPERT_READ:
+        found[name, "dropped"] = trained(bench.engine(dropping, EXPERTS[name])) | {
+            "forward": logprobs(bench.engine(dropping, EXPERTS[name])),
+            "again": trained(bench.engine(dropping, EXPERTS[name]))["losses"],
+        }
+    return found
 
 
 def in_8_bits(bench: Bench) -> dict[str, Any]:
     from megappo.trainer.replicas import Replicas
 
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for name, keys in IN_8_BITS.items():
         for value_head in (False, True):
             engine = bench.engine(INT8, keys, value_head=value_head)
@@ -111,7 +168,7 @@ def saved(bench: Bench, folder: Path) -> dict[str, Any]:
     """Two steps, saved after the first; resumed in the same layout, in others, and as a model that does not train."""
     from megappo.checkpoint.store import CheckpointStore
 
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for value_head in (False, True):
         role = "critic" if value_head else "policy"
         first = bench.engine(LORA, RESUMED["same"], value_head=value_head)
@@ -182,6 +239,7 @@ def stage_without_adapters(bench: Bench) -> str:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     write_checkpoint(folder / "llama", "llama")
+    write_checkpoint(folder / "qwen3_moe", "qwen3_moe")
     return folder
 
 
@@ -235,6 +293,123 @@ def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, 
         merged = kind.from_pretrained(exported, dtype=torch.float32).eval()
         for name, model in (("adapter", adapted), ("merged", merged)):
             assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
+
+
+# ------------------------------------------------------------------------------------------------------------------ experts
+
+
+@pytest.fixture(scope="module")
+def merged_oracles(folder) -> dict[bool, tuple[MergedOracle, dict[str, Any]]]:
+    """True for a critic -> the oracle before and after its training."""
+    path = str(folder / "qwen3_moe")
+    return {
+        value_head: (
+            MergedOracle(path, LORA, value_head=value_head),
+            MergedOracle(path, LORA, value_head=value_head).train(losses_of_rows()[value_head], recorded_batch(), OPTIMIZER, STEPS),
+        )
+        for value_head in (False, True)
+    }
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_adapters_of_experts_train_as_peft_defines_them(two, merged_oracles, layout: str, value_head: bool) -> None:
+    found, (_, wanted) = two[0]["experts"][layout, value_head], merged_oracles[value_head]
+    assert any(".experts.7.down_proj.lora_B" in name for name in wanted["gradients"])
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+    assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
+    assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
+    assert found["frozen"] and found["with gradient"] and found["replicas"] == []
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_of_experts_too_the_base_speaks_without_adapters_and_merged_parts_are_read(two, merged_oracles, layout: str) -> None:
+    wanted = merged_oracles[False][0].weights()
+    seen: dict[str, set] = {}
+    for found in (ranks["experts"] for ranks in two):
+        for name, parts in found[layout, "merged"].items():
+            for (r0, r1, c0, c1), values in parts:
+                if (module := name.removesuffix(".weight")) in wanted:
+                    assert values.numel() == 0 or float((values.double() - wanted[module][r0:r1, c0:c1]).abs().max()) < 1e-6, name
+                    seen.setdefault(module, set()).add((r0, r1, c0, c1))
+    covered = {name: sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in boxes) for name, boxes in seen.items()}
+    assert covered == {name: weight.numel() for name, weight in wanted.items()}
+    found = two[0]["experts"]
+    for same in ("off", "started"):
+        assert torch.equal(found[layout, same], found[layout, "base"]), same
+    assert float((found[layout, "on"] - found[layout, "base"]).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_checkpoint_of_experts_adapters_resumes_in_any_engine(two, layout: str, value_head: bool) -> None:
+    first, found = (two[0]["experts"][name, value_head] for name in (next(iter(EXPERTS)), layout))
+    assert found["loaded"]
+    assert worst(found["next"], {name: tensor.double() for name, tensor in first["next"].items()}) < 10 * TOLERANCE
+    assert any(not torch.equal(tensor, first["parameters"][name]) for name, tensor in found["next"].items())
+
+
+@pytest.mark.parametrize("layout", EXPERT_READ)
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_adapters_of_experts_are_exported_merged_and_for_peft(two, folder, merged_oracles, layout: str, role: str) -> None:
+    value_head = role == "critic"
+    kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
+    more = {"num_labels": 1} if value_head else {}
+    ids, exported = recorded_batch().tokens[:40], folder / layout / role
+    with torch.no_grad():
+        wanted = merged_oracles[value_head][0].logits(ids)
+        base = kind.from_pretrained(folder / "qwen3_moe", dtype=torch.float32, **more)
+        adapted = peft.PeftModel.from_pretrained(base, exported / "adapter").eval()
+        merged = kind.from_pretrained(exported, dtype=torch.float32).eval()
+        for name, model in (("merged", merged), ("adapter", adapted)):
+            assert float((model(input_ids=ids[None]).logits[0] - wanted).abs().max()) < 1e-4, name
+    names = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight" in names
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_adapters_of_experts_take_what_the_plan_says(two, folder, layout: str) -> None:
+    keys = EXPERTS[layout]
+    axes, engine = ParallelLayout(2, **keys.get("parallel", {})), keys.get("engine", "megatron")
+    arch, adapters = arch_for(folder / "qwen3_moe", engine), {}
+    for value_head in (False, True):
+        sizes: Any = {"trained": True, "value_head": value_head, "distributed_optimizer": False}
+        works = [
+            RoleWork(dtype="fp32", micro_batch_tokens=48, num_micro_batches=1, lora=lora, **sizes)  # type: ignore[arg-type]
+            for lora in (LORA, None)
+        ]
+        if engine == "fsdp2":
+            planned, base = (
+                sharded_memory(role_memory(arch, axes, 0, work, count_own_parameters), arch, axes, work) for work in works
+            )
+        else:
+            planned, base = (role_memory(arch, axes, 0, work) for work in works)
+        # Megatron's optimizer lists the fp32 parameters that it updates too.
+        listed = planned.gradients if engine == "megatron" else 0
+        found = two[0]["experts"][layout, "bytes", value_head]
+        assert found == (planned.weights, planned.gradients, planned.optimizer + listed)
+        adapters[value_head] = planned.parameters - base.parameters
+    # Of a layer, 64 wide with 4 heads and 2 KV heads of 24: q, k, v and o, and 8 experts of 24 columns.
+    beside, of_expert = [(96, 64), (48, 64), (48, 64), (64, 96)], [(24, 64), (24, 64), (64, 24)]
+    whole = 2 * LORA.rank * (sum(map(sum, beside)) + 8 * sum(map(sum, of_expert)))
+    # tp halves B of q, k and v and A of o, and so does etp in every expert; ep halves the experts.
+    cut = sum(rows for rows, _ in beside[:3]) + beside[3][1]
+    of_tp = 2 * LORA.rank * (sum(map(sum, beside)) - cut // 2)
+    experts = {"ep": 4 * sum(map(sum, of_expert)), "etp": 8 * (sum(map(sum, of_expert)) - 3 * 24 // 2)}
+    by_hand = {name: of_tp + 2 * LORA.rank * experts[name] for name in experts}
+    wanted = whole // 2 if engine == "fsdp2" else by_hand["etp" if "etp2" in layout else "ep"]
+    if engine == "megatron":
+        assert adapters == {False: wanted, True: wanted}
+    else:  # of rank 3 the first rank has 2 rows of A
+        assert adapters[False] == pytest.approx(wanted, rel=0.05)
+
+
+def test_dropout_of_experts_is_of_training_passes_and_the_same_when_they_are_repeated(two) -> None:
+    for found in (ranks["experts"] for ranks in two):
+        for layout in EXPERT_READ:
+            dropped = found[layout, "dropped"]
+            assert torch.equal(dropped["forward"], found[layout, "on"])
+            assert dropped["losses"] == dropped["again"] and abs(dropped["losses"][0] - found[layout, False]["losses"][0]) > 1e-4
 
 
 # --------------------------------------------------------------------------------------------------------- a base in 8 bits

@@ -58,6 +58,12 @@ def test_a_wait_between_the_streams_that_is_removed_is_noticed(world, name: str,
         assert "race: mul_" in result["races"][waits] if waits else result["races"][waits] == ""
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_push_cuts_running_requests_without_a_race_with_steps_that_are_scheduled_ahead(world, name: str) -> None:
+    for result in found(world, name):
+        assert result["half drawn"] and all(sum(of) == 3 and len(of) == 2 for of in result["half drawn"])
+
+
 def test_vllm_does_not_answer_from_weights_that_are_still_being_pushed(world) -> None:
     for result in found(world, LAST):
         assert "race: " in result["answer"]

@@ -85,7 +85,7 @@ def engine_of(rank: int, path: str, tp: int) -> VllmEngine:
     """fp32, asynchronous scheduling as vLLM chooses. Collective."""
     config = RolloutConfig(tp=tp, max_num_seqs=4, kv_cache_gib=1 / 512, vllm_args={"enforce_eager": True})
     model = VllmModel(path, read_arch(path), torch.float32, max_model_len=64)
-    return VllmEngine(model, config, eos_token_ids=(), device=torch.device("cuda", rank))
+    return VllmEngine(model, config, eos_token_ids=(), device=torch.device("cuda", rank), cache_after_push="recompute")
 
 
 def requests() -> list[Request]:
@@ -155,6 +155,7 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
             policies.train_once(policy)
     found["races"] = {waits: races_without(engine, waits) for waits in ("", *WAITS)}
     found["runner"] = type(engine.receiver._worker.model_runner).__module__
+    found["half drawn"] = drawn_over_a_push(engine)
     if last:
         found["answer"] = answer_without_a_wait(engine)
     else:
@@ -177,6 +178,19 @@ def races_without(engine: VllmEngine, waits: str) -> str:
     finally:
         torch.cuda.synchronize()
     return ""
+
+
+def drawn_over_a_push(engine: VllmEngine) -> list[list[int]]:
+    """The tokens that each version drew of each response, if weights are pushed between two engine steps."""
+    responses: list[Any] = []
+    with engine.between_pushes():
+        engine.submit(requests(), GREEDY)
+        engine.poll()
+    engine.push_weights(4)
+    with engine.between_pushes():
+        while engine.num_unfinished:
+            responses += engine.poll()
+    return [[len(segment.tokens) for segment in one.segments] for one in responses]
 
 
 def answer_without_a_wait(engine: VllmEngine) -> str:

@@ -3,6 +3,7 @@ critic, recompute)."""
 
 import torch
 
+from megappo.models.arch import Rope
 from megappo.parallel.layout import ParallelLayout
 
 # Keys of a small llama's config.json; 131 is prime, so that every tp pads the vocabulary.
@@ -26,6 +27,7 @@ SHAPE_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)]
 
 GRADIENT_CASES = ["llama", "qwen2_tied", "qwen3", "ministral3_tied"]
 GRADIENT_JOBS = [(case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS]
+GRADIENT_JOBS += [("qwen3_5", layout, False, "none") for layout in LOGIT_LAYOUTS]  # transformers has no class for its critic
 RECOMPUTE_JOBS = [
     ("llama", layout, critic, kind)
     for kind in ("selective", "full")
@@ -36,9 +38,21 @@ BF16_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False)]
 LEARNING_RATE = 1e-4
 BF16_CASES = ["llama", "qwen3", "ministral3_tied"]
 
+# Mistakes in what gemma3 has beside llama: changes of its architecture.
+ALTERED = {
+    "a window that hides nothing": dict(sliding_window=256),
+    "one rotary embedding": dict(sliding_rope=None),
+    "another base of the window's": dict(sliding_rope=Rope(theta=101.0)),
+    "another base of the others": dict(rope=Rope("linear", 5050.0, 4.0)),
+    "plain scores": dict(softmax_scale=None),
+    "plain embedding": dict(embedding_scale=1.0),
+    "silu": dict(activation="silu"),
+}
+
 # Everything at once, on 4 ranks.
 DENSE_LAYOUT = (2, 2, True)
 DENSE_JOBS = [(case, DENSE_LAYOUT, critic, "full") for case in ("qwen2_tied", "qwen3") for critic in (False, True)]
+DENSE_JOBS += [(case, DENSE_LAYOUT, False, "full") for case in ("gemma3", "qwen3_5")]  # nor of gemma3
 
 
 # name -> (case of checkpoints.py, block, dtype of the scales). tp 2 cuts blocks of 32; those of (20, 28) end beyond the edges.

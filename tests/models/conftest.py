@@ -5,6 +5,7 @@ import torch
 
 from tests.models import worlds
 from tests.models.cases import (
+    ALTERED,
     BF16_CASES,
     BF16_LAYOUTS,
     DENSE_JOBS,
@@ -49,6 +50,7 @@ def two_ranks(checkpoints):
         2,
         {
             "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], LOGIT_LAYOUTS)),
+            "altered": (worlds.altered_errors, (folder, "gemma3", ALTERED)),
             "bf16_logits": (worlds.logits_errors, (folder, BF16_CASES, BF16_LAYOUTS, torch.bfloat16)),
             "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),
             "bf16_step": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),

@@ -12,10 +12,22 @@ from tests.models.cases import LLAMA
 def test_tp_that_does_not_fit_names_the_largest_that_does():
     arch = arch_of({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 128})
     check_tp(arch, 2)
-    with pytest.raises(ValueError, match="tp 4 does not divide the 6 KV heads.*largest tp that works is 2"):
+    with pytest.raises(
+        ValueError, match="tp 4 neither divides the 6 KV heads nor is a multiple of them.*largest tp that works is 2"
+    ):
         check_tp(arch, 4)
     with pytest.raises(ValueError, match="tp 3 does not divide the 128 MLP columns.*largest tp that works is 2"):
         check_tp(arch, 3)
+
+
+def test_tp_may_be_a_multiple_of_the_kv_heads():
+    arch = arch_of({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 96})
+    for tp, copies, held in ((1, 1, 2), (2, 1, 2), (4, 2, 4), (12, 6, 12)):
+        check_tp(arch, tp)
+        assert (arch.kv_copies(tp), arch.as_held(tp).num_kv_heads) == (copies, held)
+    with pytest.raises(ValueError, match="tp 3 neither divides the 2 KV heads nor.*largest tp that works is 12"):
+        check_tp(arch, 3)
+    check_cp(arch, 4, 3, "local")  # a tp rank has 3 heads and one KV head, which its cp ranks share
 
 
 def test_vocabulary_is_padded_to_equal_rows():

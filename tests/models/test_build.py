@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from megappo.models.hf_config import read_arch
+from megappo.models.pieces import as_2d
 from megappo.models.weight_map import local_shapes
 from tests.models.cases import (
     DENSE_JOBS,
@@ -45,7 +46,7 @@ def hf_gradients(folder, case, critic):
             model.score.bias.zero_()
     outputs = torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in example_sequences()])
     (outputs[:, 0] * weight[:, 0] if critic else outputs * weight).sum().backward()
-    return {name: p.grad.view(-1, 1) if p.dim() == 1 else p.grad for name, p in model.named_parameters()}
+    return {name: as_2d(p.grad) for name, p in model.named_parameters()}
 
 
 def gathered(ranks, jobs):
@@ -61,8 +62,10 @@ def worst_error(pieces, expected):
     )
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
-@pytest.mark.parametrize("case", GRADIENT_CASES)
+MODELS = [(case, critic) for case in GRADIENT_CASES for critic in (False, True)] + [("gemma3", False), ("qwen3_5", False)]
+
+
+@pytest.mark.parametrize("case, critic", MODELS, ids=[f"{case}-{'critic' if critic else 'policy'}" for case, critic in MODELS])
 def test_gradients_equal_transformers_in_every_layout(checkpoints, two_ranks, four_ranks, case, critic):
     expected = hf_gradients(checkpoints, case, critic)
     by_job = {**gathered(two_ranks, GRADIENT_JOBS + RECOMPUTE_JOBS), **gathered(four_ranks, DENSE_JOBS)}

@@ -196,6 +196,7 @@ def test_the_bridge_fills_an_engine_from_every_layout(registered, folder):
         info=lambda layer: types.SimpleNamespace(can_load=lambda: False),
         layer_tensors=lambda layer: dict(layer._parameters),
         original_loader=lambda tensor: None,
+        is_deferred=lambda layer: False,
     )
     destination = record_destination(engine, api, hf_tensors(arch), torch.float32)
     for layout in (ParallelLayout(1), ParallelLayout(2, tp=2), ParallelLayout(4, tp=2, pp=2)):

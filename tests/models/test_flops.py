@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from megappo.models.arch import ModelArch, Rope
 from megappo.models.flops import ForwardFlops, forward_flops, generation_flops, layer_weights, window_of
@@ -26,15 +31,15 @@ def counted(case: str, head: str, *, training: bool = False, frozen: bool = Fals
     stem = {**CASES, **EXPERT_CASES}[case][0]
     config = hf_config(case, num_labels=1)
     model = getattr(transformers, f"{stem}For{head}")(config)
-    if "moe" in case:
+    if case in EXPERT_CASES:
         model.set_experts_implementation("eager")  # torch's counter does not know the grouped product of all experts
     if frozen:
         model.requires_grad_(False)
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
     counter = FlopCounterMode(display=False)
-    with counter:
+    with counter, as_products():
         for tokens in example_sequences():
-            logits = model(input_ids=tokens[None]).logits
+            logits = model(input_ids=tokens[None], use_cache=False).logits
             if training:
                 logits.sum().backward()
     # torch counts the angles of the rotary embedding, which transformers computes as a product of two vectors.
@@ -42,6 +47,31 @@ def counted(case: str, head: str, *, training: bool = False, frozen: bool = Fals
         count for name, by_op in counter.get_flop_counts().items() if name.endswith("rotary_emb") for count in by_op.values()
     )
     return arch_of({**config.to_dict(), "architectures": ["".join([stem, "ForCausalLM"])]}), counter.get_total_flops() - angles
+
+
+def delta_rule(query, key, value, g, beta, **_):
+    """The recurrence of a gated delta net, with the products that it needs and no others."""
+    state, outputs = value.new_zeros(*value.shape[2:], key.size(-1)).requires_grad_(query.requires_grad), []
+    for q, k, v, decay, rate in zip(*(x[0] for x in (query, key, value, g, beta))):
+        state = state * decay.exp()[:, None, None]
+        state = state + (rate[:, None, None] * (v[..., None] - state @ k[..., None])) @ k[:, None]
+        outputs.append((state @ q[..., None])[..., 0])
+    return torch.stack(outputs)[None], None
+
+
+def convolution(x, weight, bias, activation, **_):
+    windows = torch.nn.functional.pad(x[0], (weight.size(1) - 1, 0)).unfold(1, weight.size(1), 1)
+    return torch.nn.functional.silu(windows @ weight[:, :, None])[None, ..., 0]
+
+
+@contextmanager
+def as_products() -> Iterator[None]:
+    """Delta nets without the products of chunks, and without the outputs of their padded convolution, which are thrown away."""
+    with ExitStack() as stack:
+        for of in (modeling_qwen3_next, modeling_qwen3_5_moe):
+            stack.enter_context(mock.patch.object(of, "torch_chunk_gated_delta_rule", delta_rule))
+            stack.enter_context(mock.patch.object(of, "causal_conv1d_fn", convolution))
+        yield
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2_tied", "qwen3", "mistral_window", "ministral3_tied", *EXPERT_CASES])
@@ -138,7 +168,7 @@ def test_counts_of_sequences_add_up() -> None:
 def test_generation_passes_every_token_but_the_last_and_has_logits_of_the_response() -> None:
     prompts, responses = torch.tensor([3, 5]), torch.tensor([4, 1])
     flops = generation_flops(LLAMA_7B, prompts, responses)
-    assert flops.layers == 2 * 32 * sum(layer_weights(LLAMA_7B, False)) * (6 + 5)
+    assert flops.layers == 2 * 32 * sum(layer_weights(LLAMA_7B, LLAMA_7B.kind(0))) * (6 + 5)
     assert flops.head == 2 * 4096 * 32000 * 5
     assert flops.attention == 4 * 4096 * 32 * (6 * 7 // 2 + 5 * 6 // 2)
     assert generation_flops(LLAMA_7B, torch.tensor([0]), torch.tensor([0])).total == 0

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import transformers
 
 from megappo.models.arch import Rope
 from megappo.models.hf_config import arch_of, read_arch
+from megappo.models.weight_map import hf_tensors
 from megappo.rollout.vllm_limits import check_vllm
 from tests.models.cases import LLAMA
 from tests.models.checkpoints import CASES, write_checkpoint
@@ -32,15 +34,15 @@ def test_facts_equal_those_of_the_transformers_model(case, tmp_path):
     stem, config = CASES[case]
     model = write_checkpoint(tmp_path, case)
     arch = read_arch(tmp_path)
-    layer = model.model.layers[0]
+    layer = next(layer for layer in model.model.layers if hasattr(layer, "self_attn"))  # others have delta nets
     assert arch.architecture == f"{stem}ForCausalLM" and arch.num_layers == len(model.model.layers)
     assert (arch.vocab_size, arch.hidden_size) == tuple(model.model.embed_tokens.weight.shape)
-    assert arch.num_heads * arch.head_dim == layer.self_attn.q_proj.out_features
+    assert arch.num_heads * arch.query_rows == layer.self_attn.q_proj.out_features
     assert arch.num_kv_heads * arch.head_dim == layer.self_attn.k_proj.out_features
     assert arch.head_dim == layer.self_attn.head_dim and arch.ffn_size == layer.mlp.gate_proj.out_features
     assert arch.qkv_bias == (layer.self_attn.q_proj.bias is not None) and arch.qk_norm == hasattr(layer.self_attn, "q_norm")
     assert arch.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert arch.norm_eps == layer.input_layernorm.variance_epsilon
+    assert arch.norm_eps == getattr(layer.input_layernorm, "variance_epsilon", None) or layer.input_layernorm.eps
     assert arch.rope.llama4_beta == model.config.rope_parameters.get("llama_4_scaling_beta")
 
 
@@ -58,6 +60,86 @@ def test_keys_that_are_left_out_are_what_transformers_takes(stem):
     assert arch.num_heads * arch.head_dim == layer.self_attn.q_proj.out_features
     assert arch.num_kv_heads * arch.head_dim == layer.self_attn.k_proj.out_features
     assert arch.norm_eps == layer.input_layernorm.variance_epsilon
+
+
+_LINEAR = {"rope_type": "linear", "factor": 8.0}
+# Gemma 3's published files, which leave out what transformers has as a default; parameters without and with the embedding, and
+# layers without the window.
+GEMMA3 = {
+    "1b": (
+        dict(
+            architectures=["Gemma3ForCausalLM"],
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            hidden_size=1152,
+            intermediate_size=6912,
+            max_position_embeddings=32768,
+            num_attention_heads=4,
+            num_hidden_layers=26,
+            num_key_value_heads=1,
+            query_pre_attn_scalar=256,
+            rope_local_base_freq=10000,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            vocab_size=262144,
+        ),
+        (697_896_064, 999_885_952, 4),
+    ),
+    "4b": (
+        dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, rope_scaling=_LINEAR, sliding_window=1024),
+        (3_209_010_688, 3_880_263_168, 5),
+    ),
+    "12b": (
+        dict(
+            hidden_size=3840,
+            intermediate_size=15360,
+            num_attention_heads=16,
+            num_hidden_layers=48,
+            num_key_value_heads=8,
+            rope_scaling=_LINEAR,
+            sliding_window=1024,
+        ),
+        (10_759_155_456, 11_766_034_176, 8),
+    ),
+    "27b": (
+        dict(
+            head_dim=128,
+            hidden_size=5376,
+            intermediate_size=21504,
+            num_attention_heads=32,
+            num_hidden_layers=62,
+            num_key_value_heads=16,
+            query_pre_attn_scalar=168,
+            rope_scaling=_LINEAR,
+            sliding_window=1024,
+        ),
+        (25_599_716_096, 27_009_346_304, 10),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", GEMMA3)
+def test_gemma3_is_read_as_published(size):
+    """Parameters as in the "Gemma 3 Technical Report" (2025), table 1; the rest as transformers reads the same file."""
+    text, facts = GEMMA3[size]
+    composite = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**text, "model_type": "gemma3_text"}}
+    arch = arch_of(text if "architectures" in text else composite)
+    parameters = sum(math.prod(shape) for shape in hf_tensors(arch).values())
+    outside = parameters - arch.vocab_size * arch.hidden_size
+    assert (outside, parameters, arch.sliding_layers.count(False)) == facts
+    theirs = transformers.Gemma3TextConfig(**{key: value for key, value in text.items() if key != "architectures"})
+    assert list(arch.sliding_layers) == [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert (arch.sliding_window, arch.max_positions) == (theirs.sliding_window, theirs.max_position_embeddings)
+    assert arch.softmax_scale == theirs.query_pre_attn_scalar**-0.5 and arch.activation == theirs.hidden_activation
+    for rope, kind in ((arch.rope, "full_attention"), (arch.sliding_rope, "sliding_attention")):
+        given = theirs.rope_parameters[kind]
+        assert (rope.type, rope.theta, rope.factor) == (given["rope_type"], given["rope_theta"], given.get("factor"))
+    # What transformers writes, with the keys of both kinds of layers apart, reads the same.
+    again = arch_of({**theirs.to_dict(), "architectures": ["Gemma3ForCausalLM"]})
+    assert again == dataclasses.replace(arch, architecture="Gemma3ForCausalLM")
+    assert check_vllm(arch, 4096, "cuda") is None
 
 
 def test_older_rope_spelling_reads_the_same():
@@ -125,6 +207,8 @@ REFUSED = [
     ({**LLAMA, "partial_rotary_factor": 0.5}, ("partial_rotary_factor 0.5",)),
     ({**LLAMA, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, ("llama_4_scaling_beta is 0.1",)),
     ({**MINISTRAL, "rope_parameters": YARN}, ("llama_4_scaling_beta is None",)),
+    ({**GEMMA3["1b"][0], "hidden_activation": "gelu"}, ("hidden_activation 'gelu'", "only gelu_pytorch_tanh is")),
+    ({**GEMMA3["1b"][0], "final_logit_softcapping": 30.0}, ("final_logit_softcapping 30.0", "gemma3_text")),
     ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "gemma"}}, ("'gemma'", "ministral3")),
 ]
 

@@ -1,7 +1,7 @@
 import torch
 import transformers
 
-from tests.models.cases import BF16_CASES, BF16_LAYOUTS, DENSE_LAYOUT, LOGIT_LAYOUTS
+from tests.models.cases import ALTERED, BF16_CASES, BF16_LAYOUTS, DENSE_LAYOUT, LOGIT_LAYOUTS
 from tests.models.checkpoints import CASES, COMPOSITE, reference_logits
 
 
@@ -11,6 +11,12 @@ def test_logits_equal_transformers_in_every_layout(two_ranks, four_ranks):
     expected = {(case, layout) for case in (*CASES, COMPOSITE) for layout in LOGIT_LAYOUTS}
     assert errors.keys() == expected | {(case, DENSE_LAYOUT) for case in CASES}
     assert max(errors.values()) < 1e-4, errors
+
+
+def test_what_distinguishes_layers_of_gemma3_is_noticed(two_ranks):
+    """Negative control: a changed architecture differs by at least ten times what is allowed."""
+    errors = two_ranks[0]["altered"]
+    assert errors.keys() == ALTERED.keys() and min(errors.values()) > 1e-3, errors
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(checkpoints, two_ranks):

@@ -1,5 +1,7 @@
 """Oracle: the rotary modules of transformers, bit for bit."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,9 +26,12 @@ def test_tables_equal_transformers_bit_for_bit(name, tmp_path):
     model = write_checkpoint(tmp_path, case, **changes)
     arch = read_arch(tmp_path)
     positions = torch.arange(300)
-    for dtype in (torch.float32, torch.bfloat16):
-        cos, sin = rotary_table(positions, *inverse_frequencies(arch.rope, arch.head_dim), dtype)
-        expected_cos, expected_sin = model.model.rotary_emb(torch.zeros(1, dtype=dtype), positions[None])
+    ropes = [((), arch.rope)]
+    if arch.sliding_rope is not None:
+        ropes = [(("full_attention",), arch.rope), (("sliding_attention",), arch.sliding_rope)]
+    for dtype, (kind, rope) in itertools.product((torch.float32, torch.bfloat16), ropes):
+        cos, sin = rotary_table(positions, *inverse_frequencies(rope, rope.channels or arch.head_dim), dtype)
+        expected_cos, expected_sin = model.model.rotary_emb(torch.zeros(1, dtype=dtype), positions[None], *kind)
         assert torch.equal(cos[:, 0], expected_cos[0]) and torch.equal(sin[:, 0], expected_sin[0])
 
 

@@ -34,6 +34,7 @@ def arch_of(family, tied=False, vocab=131, **changes):
 
 
 ARCHS = [arch_of(f, tied) for f in ("llama", "qwen2", "qwen3", "mistral", "ministral3") for tied in (False, True)]
+ARCHS += [arch_of("qwen2", num_kv_heads=2), arch_of("qwen3", num_kv_heads=1)]  # fewer than ranks
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 4)]
 HEADS = [False, True]
 
@@ -72,9 +73,13 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
         hf = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in hf:
-                q, k, v = (hf[f"self_attn.{x}_proj.{kind}"].chunk(arch.num_kv_heads) for x in "qkv")
-                groups = [torch.cat(parts) for parts in zip(q, k, v)]
-                per_rank = arch.num_kv_heads // tp
+                held = max(arch.num_kv_heads, tp)
+                q, k, v = (hf[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+                k, v = (  # a KV head for each group of query heads, which may be the same
+                    [heads.chunk(arch.num_kv_heads)[group * arch.num_kv_heads // held] for group in range(held)] for heads in (k, v)
+                )
+                groups = [torch.cat(parts) for parts in zip(q.chunk(held), k, v)]
+                per_rank = held // tp
                 mine = torch.cat(groups[rank * per_rank : (rank + 1) * per_rank])
                 out[f"{local}.self_attention.linear_qkv.{kind}"] = mine
         gate, up = (hf[f"mlp.{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up"))
@@ -119,7 +124,9 @@ def test_pieces_fill_every_rank_as_megatron_lays_it_out(arch):
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: f"{a.family}{'_tied' * a.tied_embeddings}")
 def test_a_tp_group_covers_every_hf_element_once(arch):
-    """Replicated tensors (norms, value head) once per rank, a tied embedding once more on the last stage, all others once."""
+    """Replicated tensors (norms, value head) once per rank, KV heads once per copy, all others once; a tied embedding once more on
+    the last stage.
+    """
     for tp, pp in LAYOUTS:
         for value_head in HEADS:
             counts = {name: as_2d(torch.zeros(shape)) for name, shape in hf_tensors(arch, value_head).items()}
@@ -130,6 +137,7 @@ def test_a_tp_group_covers_every_hf_element_once(arch):
             for name, count in counts.items():
                 tied_copy = name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head
                 copies = tp if "norm" in name or name == "score.weight" else 1 + tied_copy
+                copies = max(1, tp // arch.num_kv_heads) if "k_proj" in name or "v_proj" in name else copies
                 assert bool((count == copies).all()), name
 
 
@@ -160,8 +168,8 @@ def test_the_oracle_detects_wrong_pieces(fault):
 
 def test_layouts_that_do_not_fit_are_refused():
     arch = arch_of("llama")
-    with pytest.raises(ValueError, match="tp 8 does not divide the 4 KV heads .* largest tp that works is 4"):
-        megatron_pieces(arch, *place(8, 1, 0, 0))
+    with pytest.raises(ValueError, match="tp 16 does not divide the 8 attention heads .* largest tp that works is 8"):
+        megatron_pieces(arch, *place(16, 1, 0, 0))
     with pytest.raises(ValueError, match="4 layers are not divisible by pp 3"):
         local_shapes(arch, *place(1, 3, 0, 0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +23,14 @@ def groups_of(tp: int, pp: int, sequence_parallel: bool):
     return build_groups(ParallelLayout(dist.get_world_size(), tp, pp, sequence_parallel))
 
 
-def build(path, layout, *, dtype=torch.float32, recompute="none", critic=False, value_head="zero", seed=0):
-    """(arch, groups, loaded model) in a layout of one chunk (tp, pp, sequence_parallel)"""
+def build(path, layout, *, dtype=torch.float32, recompute="none", critic=False, value_head="zero", seed=0, **changes):
+    """(arch, groups, loaded model) in a layout of one chunk (tp, pp, sequence_parallel). changes: of the architecture."""
     groups = groups_of(*layout)
     from megappo.models.build import build_model
     from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
 
-    arch = read_arch(path)
+    arch = replace(read_arch(path), **changes)
     chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic)
     load_pretrained(chunks, arch, groups, path, value_head, seed)
     (model,) = chunks
@@ -93,6 +94,15 @@ def logits_errors(rank, folder, cases, layouts, dtype=torch.float32):
             if logits is not None:
                 difference = logits.float() - expected
                 errors[case, layout] = float(difference.abs().max()), float(difference.square().mean().sqrt())
+    return errors
+
+
+def altered_errors(rank, folder, case, alterations):
+    """{name: largest difference to transformers} of a model whose architecture was altered, on one rank."""
+    expected, errors = torch.load(Path(folder, f"{case}.pt")), {}
+    for name, changes in alterations.items():
+        logits = policy_logits(*build(Path(folder, case), (1, 1, False), **changes), example_sequences())
+        errors[name] = float((logits - expected).abs().max())
     return errors
 
 

@@ -6,10 +6,11 @@ import heapq
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.parallel.shares import partition_balanced, plan_micro_batches, split_by_budget
+from megappo.parallel.shares import Units, partition_balanced, plan_micro_batches, split_by_budget
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 # Few values: most loads tie.
@@ -83,3 +84,17 @@ def test_no_more_micro_batches_than_needed() -> None:
     assert [len(plan_micro_batches([10] * 4, budget)) for budget in (40, 39)] == [1, 2]
     assert plan_micro_batches([10, 20, 30], 60, least=4) == [[2], [1], [0], []], "the rest is empty"
     assert plan_micro_batches([], 60) == [[]] and plan_micro_batches([], 60, least=2) == [[], []]
+
+
+def test_sequences_that_one_loss_compares_stay_in_one_micro_batch() -> None:
+    lengths, sizes = [7, 3, 4, 4, 2, 9, 1, 5], [2, 3, 1, 2]
+    units = Units.of(torch.tensor(lengths), sizes)
+    assert units.lengths == [10, 10, 9, 6]
+    parts = units.sequences(plan_micro_batches(units.lengths, 16))
+    groups = [{0, 1}, {2, 3, 4}, {5}, {6, 7}]
+    assert all(any(group <= set(part) for part in parts) for group in groups) and sorted(sum(parts, [])) == list(range(8))
+    assert all(sum(lengths[one] for one in part) <= 16 for part in parts)
+    alone = Units.of(torch.tensor(lengths), ())
+    assert alone.lengths == lengths and alone.sequences([[1, 0], [2]]) == [[1, 0], [2]]
+    apart = plan_micro_batches(lengths, 16)
+    assert not all(any(group <= set(part) for part in apart) for group in groups), "negative control"

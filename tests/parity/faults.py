@@ -126,6 +126,24 @@ def forgotten_all_reduce(part: str) -> Callable[[], Any]:
 
 
 @contextmanager
+def copies_of_kv_heads_apart() -> Iterator[None]:
+    """Each tp rank trains its copy of a KV head by its own query heads."""
+    from megappo.engine import megatron
+
+    with mock.patch.object(megatron, "sum_copies", lambda parameters, copies, tp: None):
+        yield
+
+
+@contextmanager
+def copies_of_kv_heads_counted() -> Iterator[None]:
+    """Every tp rank adds its copy of a KV head to the gradient norm."""
+    from megappo.engine import megatron_optimizer
+
+    with mock.patch.object(megatron_optimizer, "counted_parts", lambda optimizer: ()):
+        yield
+
+
+@contextmanager
 def fsdp2_partial_gradients() -> Iterator[None]:
     """Under FSDP2 the gradients of norms, of a rank's own tokens, are not added up over tp."""
     from megappo.engine.fsdp2_model import ShardedModel
@@ -187,6 +205,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "forgotten all-reduce of norms": forgotten_all_reduce("layernorm"),
     "forgotten all-reduce of the router": forgotten_all_reduce("router"),
     "forgotten all-reduce of the value head": forgotten_all_reduce("value_head"),
+    "copies of a KV head not added up": copies_of_kv_heads_apart,
+    "every copy of a KV head counted": copies_of_kv_heads_counted,
     "fsdp2: forgotten sum of norms over tp": fsdp2_partial_gradients,
     "fsdp2: copies counted by every tp rank": fsdp2_copies_counted,
     "fsdp2: mean of gradients over ranks": fsdp2_mean_gradients,

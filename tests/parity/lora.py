@@ -22,6 +22,7 @@ from megappo.commands.verify.recording import record_rollouts
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_modules, adapter_shapes, initial_a
+from megappo.models.pieces import rectangle
 from megappo.models.weight_map import hf_tensors
 from tests.parity.matrix import SEQUENCES, SP, VARIANTS, VOCABULARY, Case, config_of, engines_in, roles_of, title
 
@@ -35,9 +36,10 @@ CASES: dict[int, list[Case]] = {
     1: [{}],
     2: [SP, {"pp": 2, "vpp": 2}, {"cp": 2}],
 }
-# Experts have no adapters; the attention beside them does.
-ATTENTION = {"rank": RANK, "alpha": ALPHA, "targets": ["q_proj", "v_proj", "o_proj"]}
+# Projections that every tp rank has whole, and one of each other kind; no experts, whose layouts are those of the rows with ALL.
+LATENT = {"rank": RANK, "alpha": ALPHA, "targets": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
 EXPERTS: Case = {**SP, "ep": 2}
+CUT_EXPERTS: Case = {**SP, "etp": 2}
 PARTLY: Case = {"tp": 2}
 FSDP2 = {"policy__engine": "fsdp2", "critic__engine": "fsdp2"}
 OF_FSDP2: dict[str, Case] = {"fsdp2": {}, "fsdp2 tp2 sp": SP}
@@ -132,7 +134,8 @@ def start(engine: Engine | None, lora: Any, seed: int) -> None:
     for piece in engine.adapters.pieces()[engine.placement.position_of(dist.get_rank())]:
         if piece.hf.endswith(ADAPTER_B):
             box = piece.box
-            parameters[piece.local].data.copy_(whole[piece.hf][box.r0 : box.r1, box.c0 : box.c1])
+            part = rectangle(parameters[piece.local].data, piece.slot, piece.row, piece.col, box.rows, box.cols)
+            part.copy_(whole[piece.hf][box.r0 : box.r1, box.c0 : box.c1])
 
 
 def measure_lora(folder: str, case: Case, changes: Mapping[str, Any], steps: int = 1, **wanted: bool) -> Measured:
@@ -155,10 +158,10 @@ def measure_lora(folder: str, case: Case, changes: Mapping[str, Any], steps: int
         return measure(config, rollouts, engines, **{"gradients": True, "parameters": True, **wanted})
 
 
-def run_lora(rank: int, folder: str, sparse: str) -> dict[str, Measured]:
+def run_lora(rank: int, folder: str, sparse: str, latent: str) -> dict[str, Measured]:
     """title -> Measured of the cases of this world size; "some": adapters on some modules; "replayed": twenty steps; on two ranks
-    also OF_FSDP2 and every mistake of FAULTS. folder, sparse: of models without experts and with them; the latter's
-    are "experts". Of rank 0.
+    also OF_FSDP2 and every mistake of FAULTS. folder, sparse, latent: of models without experts, with them ("experts"), and with
+    latent attention too ("latent"). Of rank 0.
     """
     from megappo.parallel import cpu_patches
 
@@ -174,7 +177,10 @@ def run_lora(rank: int, folder: str, sparse: str) -> dict[str, Measured]:
         for name, (case, engines, fault) in FAULTS.items():
             with fault():
                 found[name] = measure_lora(folder, case, changes_of(ALL, **engines))
-    found["experts"] = measure_lora(sparse, EXPERTS if size > 1 else {}, changes_of(ATTENTION))
+    found["experts"] = measure_lora(sparse, EXPERTS if size > 1 else {}, changes_of(ALL))
+    if size > 1:
+        found["cut experts"] = measure_lora(sparse, CUT_EXPERTS, changes_of(ALL))
+    found["latent"] = measure_lora(latent, EXPERTS if size > 1 else {}, changes_of(LATENT))
     replayed = REPLAYED if size > 1 else {}
     found["replayed"] = measure_lora(folder, replayed, changes_of(ALL, **REPLAY), STEPS, gradients=False)
     return found if rank == 0 else {}

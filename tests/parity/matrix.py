@@ -26,8 +26,8 @@ Sizes = Mapping[str, Any]
 Case = Sizes | tuple[Sizes, Sizes]
 
 SP = {"tp": 2, "sequence_parallel": True}
-# Pairs, not products: every two of tp, sp, pp, vpp, uneven stages, cp, ep, etp and dp > 1 meet in some row, each with policy and
-# critic. A row whose pairs are all in others is left out: `tp4` (in `tp4 sp`), `cp2 pp2` (in `cp2 pp2 vpp2`), `ep2 pp2`, ...
+# Pairs, not products: every two of tp, sp, pp, vpp, uneven stages, cp, ep, etp and dp > 1 meet in some row, those without experts
+# with policy and critic. A row whose pairs are all in others is left out: `tp4` (in `tp4 sp`), `cp2 pp2` (in `cp2 pp2 vpp2`), ...
 DENSE: dict[int, list[Case]] = {
     2: [
         {},
@@ -39,46 +39,55 @@ DENSE: dict[int, list[Case]] = {
     ],
     4: [
         {**SP, "tp": 4},
-        {"pp": 4},
         {"cp": 4},
         {"tp": 2},
         {"cp": 2},
         {"tp": 2, "pp": 2},
-        {**SP, "cp": 2},
         {**SP, "pp": 2, "vpp": 2},
         {"cp": 2, "pp": 2, "vpp": 2},
         {"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)},
         ({**SP, "cp": 2}, {"pp": 4}),
+        ({"pp": 4}, {**SP, "cp": 2}),
     ],
 }
+# Experts are of the body, which policy and critic have alike, and no layout of them touches a head, whose layouts are those above:
+# a row has one layout of them for the policy and another for the critic.
 EXPERTS: dict[int, list[Case]] = {
     2: [
         {},
         {**SP, "ep": 2},
-        {**SP, "etp": 2},
-        {"cp": 2, "ep": 2},
-        {"pp": 2, "vpp": 2},
-        ({"ep": 2}, {"pp": 2}),
+        ({**SP, "etp": 2}, {"ep": 2}),
+        ({"cp": 2, "ep": 2}, {"pp": 2, "vpp": 2}),
     ],
     4: [
-        {"ep": 4},
-        {"ep": 2, "etp": 2},
-        {**SP, "ep": 2},
-        {**SP, "ep": 4},
-        {**SP, "ep": 2, "pp": 2},
-        {"cp": 2, "ep": 4},
-        {"ep": 2, "pp": 2, "vpp": 2},
+        ({"ep": 4}, {**SP, "ep": 2}),
+        ({**SP, "ep": 4}, {"ep": 2, "etp": 2}),
+        ({**SP, "ep": 2, "pp": 2}, {"cp": 2, "ep": 4}),
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
+        {"ep": 2, "pp": 2, "vpp": 2},
     ],
 }
 # Tied embeddings live on both ends of a pipeline, and the critic's are not tied.
 TIED: dict[int, list[Case]] = {2: [{"pp": 2, "vpp": 2}], 4: [{**SP, "pp": 2}]}
-WINDOW: dict[int, list[Case]] = {2: [{"cp": 2}, {"tp": 2}]}
+WINDOW: dict[int, list[Case]] = {2: [({"cp": 2}, {"tp": 2})]}  # of the body, as experts
+# Corrections and shared experts; latent attention, whose parts are cut in ways of their own.
+SIGMOIDS: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {"cp": 2, "ep": 2, "pp": 2})]}
+LATENT: dict[int, list[Case]] = {4: [({**SP, "cp": 2, "ep": 2}, {**SP, "pp": 2, "vpp": 2})]}
+SINKS: dict[int, list[Case]] = {4: [({**SP, "cp": 2, "etp": 2}, {"ep": 2, "pp": 2, "vpp": 2})]}  # and biases, which etp cuts too
+# Delta nets and gated attention in turn, gated shared experts; no cp.
+DELTA: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {**SP, "pp": 2, "vpp": 2, "etp": 2})]}
+# Windows and rotary embeddings by layer, norms of outputs, tied embeddings.
+SANDWICH: dict[int, list[Case]] = {4: [({**SP, "cp": 2}, {**SP, "pp": 2, "vpp": 2}), ({**SP, "tp": 4}, {"tp": 4})]}
 MODELS: dict[str, dict[int, list[Case]]] = {
     "llama": DENSE,
     "qwen3_moe": EXPERTS,
     "llama3_tied": TIED,
     "mistral_window": WINDOW,
+    "gemma3": SANDWICH,
+    "glm4_moe": SIGMOIDS,
+    "deepseek_v3": LATENT,
+    "gpt_oss": SINKS,
+    "qwen3_next": DELTA,
 }
 # Layouts by world size in which RUN_TOGETHER are run too.
 VARIED: dict[str, dict[int, list[Case]]] = {
@@ -109,7 +118,8 @@ PTX_TEXTS = 3
 PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
 # Other losses: in the layouts of LOSSES against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic": {
+    "two epochs, turns, mean of sequences, KL in the loss, a teacher, dis, two_hot critic": {
+        "algorithm__distillation": {"coef": 0.5},
         "critic__loss": {"type": "two_hot", "bins": 9, "low": -2.0, "high": 1.5},
         "algorithm__ppo_epochs": 2,
         "algorithm__loss": {"type": "dis", "low": 0.3, "high": 4.0},
@@ -129,7 +139,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__positive_nll__score": 0.0,  # scores are drawn around it
         **PTX,
     },
-    "two critics, the lower value, masks where they differ, vtrace, top-k and top-p": {
+    "two critics, the lower value, masks where they differ, a teacher, vtrace, top-k and top-p": {
+        "algorithm__distillation": {"coef": 0.5},
         "critics__b__loss": "huber",  # of the reference's weights: it disagrees with the first
         "algorithm__value_of_critics": "min",
         "algorithm__disagreement_mask_ratio": 0.2,
@@ -139,7 +150,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "rollout__sampling__top_p": 0.9,
         **PTX,  # texts have no kept ids
     },
-    "grpo, gspo, no cut responses, mis of responses": {
+    "grpo, gspo, a teacher of tokens, no cut responses, mis of responses": {
+        "algorithm__distillation": {"coef": 0.5, "placement": "advantage"},
         "algorithm__importance_sampling": {"type": "mis", "level": "sequence", "high": 1.5},
         "algorithm__estimator": "grpo",
         "algorithm__loss__type": "gspo",
@@ -176,7 +188,7 @@ ALGORITHMS |= {name: {"algorithm__estimator": name} for name in ESTIMATORS if na
 (FROZEN,) = (name for name in ALGORITHMS if "frozen" in name)
 (FIXED_LENGTH,) = (name for name in ALGORITHMS if "fixed length" in name)
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
-PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic"
+(PLACED_LOSSES,) = (name for name in ALGORITHMS if "two epochs" in name)
 _OF_SEQUENCES = [name for name in ALGORITHMS if name.startswith(("grpo", "reinforce++"))]
 _OF_EXPERTS = [FROZEN, FIXED_LENGTH, "rloo, sums of sequences, KL k2 in the loss"]
 # Which of them run where. Losses read whole sequences in every layout, so all of them run on replicas, whose sums they are, and
@@ -201,7 +213,7 @@ LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
 FSDP2_LOSSES = [PLACED_LOSSES, TWO_CRITICS, FIXED_LENGTH, FROZEN]
 
 
-_FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
+_FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference", "teacher")}
 _FSDP2_B = {"critics__b__engine": "fsdp2"}
 _RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **VARIANTS["whole batch"]}
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
@@ -210,7 +222,6 @@ FSDP2_DP: dict[str, dict[str, Any]] = {
     **{f"fsdp2, {name}": {**_FSDP2, **changes} for name, changes in RUN_TOGETHER.items()},
 }
 FSDP2_CASES: dict[str, Case] = {
-    "fsdp2 tp2": {"tp": 2},
     "fsdp2 tp2 sp": SP,
     "fsdp2 cp2": {"cp": 2},
     "fsdp2 tp2 cp2 sp, recompute": {**SP, "cp": 2},
@@ -227,15 +238,18 @@ PLACED: dict[str, Any] = {
     "critic__ranks": "0-1",
     "critic__parallel": {"pp": 2},
     "reference__ranks": "1-2",
+    "teacher__ranks": "0,3",
 }
 SHARDED: dict[str, dict[int, list[str]]] = {
     "llama": {
         1: ["fsdp2"],
         2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
-        4: ["fsdp2 tp2", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
+        # FSDP2 shards over dp x cp: tp beside several replicas is the last one's mesh.
+        4: ["fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
     },
     "llama3_tied": {2: ["fsdp2", "fsdp2 tp2 sp"]},
     "mistral_window": {2: ["fsdp2", "fsdp2 cp2"]},
+    "gemma3": {2: ["fsdp2 tp2 sp"]},
 }
 
 
@@ -250,10 +264,15 @@ def title(case: Case, world_size: int) -> str:
     return str(policy) if policy == critic else f"{policy} / critic {critic}"
 
 
-def write_models(folder: Path, model: str) -> None:
+# Of four attention heads; the others have four. tp ranks have copies of fewer, two or all of them the same one.
+KV_HEADS = {"mistral_window": 1, "gemma3": 2}
+
+
+def write_models(folder: Path, model: str, kv_heads: int | None = None) -> None:
     """Policy, and a reference that is not the policy."""
     for name, seed in (("policy", 0), ("reference", 1)):
-        write_checkpoint(folder / name, model, seed=seed, num_hidden_layers=4, num_key_value_heads=4)
+        heads = kv_heads or KV_HEADS.get(model, 4)
+        write_checkpoint(folder / name, model, seed=seed, num_hidden_layers=4, num_key_value_heads=heads)
 
 
 def config_of(folder: Path, **changes: Any) -> TrainConfig:
@@ -268,10 +287,12 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         # Adam divides by |g| + eps: with the usual 1e-8 a weight whose gradient is rounding noise would move a full step.
         "optimizer": {"lr": 3e-4, "eps": 1e-5, "weight_decay": 0.01, "distributed": False},
     }
+    frozen = {"model": str(folder / "reference"), "dtype": "fp32", "micro_batch_tokens": 48}
     tree: dict[str, Any] = {
         "policy": {**role, "model": str(folder / "policy")},
         "critic": {**role, "value_head": "normal"},
-        "reference": {"model": str(folder / "reference"), "dtype": "fp32", "micro_batch_tokens": 48},
+        "reference": frozen,
+        "teacher": {**frozen},
         "rollout": {"sampling": {"temperature": 0.7}, "max_response_tokens": 64},
         "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
         "algorithm": {
@@ -339,7 +360,13 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
     gc.freeze()  # what was measured so far, which the collection below need not visit
     built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts_of(case, dist.get_world_size()))}
     policy, critic = layouts_of(case, dist.get_world_size())
-    yield {"policy": built[policy], "critic": built[critic], "critic_b": built[critic], "reference": built[policy]}
+    yield {
+        "policy": built[policy],
+        "critic": built[critic],
+        "critic_b": built[critic],
+        "reference": built[policy],
+        "teacher": built[policy],
+    }
     gc.collect()
     for groups in built.values():
         destroy_groups(groups)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import transformers
@@ -65,7 +66,7 @@ def value_head(hidden_size: int, seed: int) -> Tensor:
 class ValueModel(torch.nn.Module):
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__()
-        self.body = load(folder).model
+        self.body: Any = load(folder).model
         self.score = torch.nn.Parameter(value_head(self.body.config.hidden_size, seed).double())
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -103,10 +104,10 @@ class Adapters:
                 module = name.removesuffix(".lora_A.weight")
                 path = root + module.removeprefix("model.")
                 b = self.tensors[f"{module}.lora_B.weight"]
-                model.set_submodule(path, AdaptedLinear(model.get_submodule(path), a, b, self.scale))
+                model.set_submodule(path, AdaptedLinear(cast(torch.nn.Linear, model.get_submodule(path)), a, b, self.scale))
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load(folder: Path) -> Any:
     """The plainest code path of transformers; its grouped GEMM for experts has no fp64."""
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config).double().eval()
@@ -117,25 +118,27 @@ class BalancingLoss:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._config = load_config_of(model)
-        self._seen: list[tuple[torch.nn.Module, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor]] = []
         for name, module in model.named_modules():
-            if name.endswith("mlp.gate"):
-                module.register_forward_pre_hook(lambda gate, inputs: self._seen.append((gate, inputs[0])))
+            if name.endswith(("mlp.gate", "mlp.router")):
+                module.register_forward_hook(lambda gate, inputs, outputs: self._seen.append((outputs[0], outputs[2])))
 
     def forget(self) -> None:
         self._seen.clear()
 
     def of_last(self) -> Tensor | float:
         total: Tensor | float = 0.0
-        for gate, hidden in self._seen:
-            scores = torch.softmax(hidden.flatten(0, -2) @ gate.weight.T, -1)
+        for logits, chosen in self._seen:
+            scores = torch.softmax(logits, -1)
+            if hasattr(self._config, "n_group"):  # DeepSeek-V3's own scores, eq. 15 and 19
+                scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
             top_k, num_experts = self._config.num_experts_per_tok, scores.shape[1]
-            counts = torch.bincount(scores.topk(top_k, -1).indices.flatten(), minlength=num_experts)
+            counts = torch.bincount(chosen.flatten(), minlength=num_experts)
             total = total + (counts * num_experts / (top_k * len(scores)) * scores.mean(0)).sum()
         return total
 
 
-def load_config_of(model: torch.nn.Module) -> transformers.PretrainedConfig:
+def load_config_of(model: Any) -> transformers.PretrainedConfig:
     return model.body.config if isinstance(model, ValueModel) else model.config
 
 
@@ -247,7 +250,8 @@ def ppo_step(
         for chosen in order:
             count = sum(int(samples[i].sampled.sum()) for i in chosen)
             optimizer.zero_grad()
-            total = reported = 0.0
+            total: Any = 0.0
+            reported: Any = 0.0
             for index in chosen:
                 balance.forget()
                 objective, plain = loss_of(index)
@@ -264,15 +268,16 @@ def ppo_step(
             losses[role].append(float(reported.detach()))
             norms[role].append(norm)
         gradients[role] = hf_names(first or {})
-        parameters[role] = hf_names({k: v.detach() for k, v in model.named_parameters()})
+        constants = {k: v for k, v in model.named_buffers() if "correction" in k}
+        parameters[role] = hf_names({k: v.detach() for k, v in model.named_parameters()} | constants)
     return Outcome(fields, bootstrap, losses, norms, gradients, parameters)
 
 
 def adamw(model: torch.nn.Module, n: Numbers) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() > 1]
-    vectors = [p for p in trained if p.dim() == 1]
+    """Matrices decay, vectors do not, nor those of a layer's experts in one tensor."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in trained.items() if p.dim() > 1 and not name.endswith("_bias")]
+    vectors = [p for name, p in trained.items() if p.dim() == 1 or name.endswith("_bias")]
     groups = [{"params": matrices, "weight_decay": n.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=n.lr, betas=n.betas, eps=n.adam_eps)
 
@@ -284,6 +289,10 @@ def hf_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name = name.replace("body.", "model.")
         if name == "score":
             out["score.weight"] = tensor
+        elif any(
+            other.endswith("gate_up_proj_bias") for other in tensors
+        ):  # gpt-oss, whose files hold experts as transformers does
+            out[name] = tensor
         elif name.endswith("experts.gate_up_proj"):
             for expert, whole in enumerate(tensor):
                 gate, up = whole.chunk(2)

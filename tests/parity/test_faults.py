@@ -27,6 +27,8 @@ BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
     "forgotten all-reduce of norms": ("llama", SP, ("policy", "gradients")),
     "forgotten all-reduce of the router": ("qwen3_moe", {**SP, "ep": 2}, ("policy", "gradients")),
     "forgotten all-reduce of the value head": ("llama", SP, ("critic", "gradients, copies")),
+    "copies of a KV head not added up": ("mistral_window", {"tp": 2}, ("policy", "gradients")),
+    "every copy of a KV head counted": ("mistral_window", {"tp": 2}, ("critic", "gradient norm")),
     "fsdp2: forgotten sum of norms over tp": ("llama", SP, ("critic", "gradients")),
     "fsdp2: copies counted by every tp rank": ("llama", SP, ("policy", "gradient norm")),
     "fsdp2: mean of gradients over ranks": ("llama", {"cp": 2}, ("policy", "gradients")),

@@ -162,15 +162,22 @@ def rms(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).square().mean().sqrt())
 
 
+IDLE_EXPERTS = {"glm4_moe": 2, "deepseek_v3": 1}
+"""Experts that no token of the baseline chooses: random corrections crowd the others."""
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_everything_is_compared(measured, model: str) -> None:
     """Guards the comparison itself: the quantities that the claim names, for both roles, and every tensor of the model."""
-    first = title(MODELS[model][2][0], 2)
-    compared = {(d.role, d.quantity) for d in compare(measured[2][model][first], measured[1][model][BASELINE])}
+    size = min(MODELS[model])
+    first = title(MODELS[model][size][0], size)
+    compared = {(d.role, d.quantity) for d in compare(measured[size][model][first], measured[1][model][BASELINE])}
     both = {"loss", "gradient norm", "metrics", "gradients", "gradients, copies", "parameters", "parameters, copies"}
     expected = {(role, quantity) for role in ("policy", "critic") for quantity in both}
     expected |= {("policy", "logprobs"), ("policy", "entropies"), ("reference", "logprobs"), ("critic", "values")}
     expected |= {("critic", "bootstrap values")} | {("experience", name) for name in ("rewards", "advantages", "returns")}
     assert compared == expected
     gradients = measured[1][model][BASELINE]["policy"].gradients.tensors
-    assert all(float(tensor.abs().max()) > 0 for tensor in gradients.values()), "a tensor without gradient compares nothing"
+    without = [name for name, tensor in gradients.items() if not tensor.any()]  # these compare nothing
+    idle = {name.partition("_proj")[0].rpartition(".")[0] for name in without}
+    assert all(".experts." in name for name in idle) and len(idle) == IDLE_EXPERTS.get(model, 0), without

@@ -24,14 +24,15 @@ TWO_RANKS = [title(case, 2) for case in CASES[2]]
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora") / "llama"
     write_models(path, "llama")
-    write_models(path.with_name("qwen3_moe"), "qwen3_moe")
+    write_models(path.with_name("qwen3_moe"), "qwen3_moe", kv_heads=1)  # two ranks have copies, of adapters too
+    write_models(path.with_name("deepseek_v3"), "deepseek_v3")
     return path
 
 
 @pytest.fixture(scope="module")
 def measured(folder) -> dict[int, dict[str, Any]]:
     """world size -> title -> Measured"""
-    folders = str(folder), str(folder.with_name("qwen3_moe"))
+    folders = str(folder), str(folder.with_name("qwen3_moe")), str(folder.with_name("deepseek_v3"))
     return {size: spawn_world(run_lora, size, *folders, timeout_s=500)[0] for size in CASES}
 
 
@@ -65,9 +66,13 @@ def test_adapters_on_some_modules_of_a_fused_linear_give_the_numbers_of_one_rank
     assert trained == {"k_proj", "up_proj", "down_proj"}
 
 
-def test_the_attention_of_a_model_with_experts_gives_the_numbers_of_one_rank(measured) -> None:
+def test_experts_and_what_is_beside_them_give_the_numbers_of_one_rank(measured) -> None:
     """The balancing loss too has a gradient in the adapters, through routers that are frozen."""
-    assert disagreements(measured[2]["experts"], measured[1]["experts"]) == []
+    for name in ("experts", "latent"):
+        assert disagreements(measured[2][name], measured[1][name]) == []
+    assert disagreements(measured[2]["cut experts"], measured[1]["experts"]) == []
+    assert any(".experts.7.up_proj." in name for name in measured[1]["experts"]["critic"].gradients.tensors)
+    assert len({name.split(".")[-3] for name in measured[2]["latent"]["policy"].gradients.tensors}) == 4
 
 
 def test_only_adapters_and_the_value_head_train(measured, folder) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.parity.conftest import samples
-from tests.parity.matrix import MODELS
+from tests.parity.matrix import MODELS, PLACED_LOSSES
 from tests.parity.oracle import Outcome
 
 # fp32 against fp64 through four layers: some hundred roundings of 6e-8 each.
@@ -59,6 +59,22 @@ def test_one_rank_gives_the_numbers_of_the_step_written_out(measured, expected, 
     found = dict(differences(measured[1][model]["tp1 pp1 dp1"], expected[model]))
     allowed = {name: PARAMETER_TOLERANCE if name.endswith("parameters") else TOLERANCE for name in found}
     assert {name: size for name, size in found.items() if not size <= allowed[name]} == {}
+
+
+def test_a_teachers_log_probs_are_those_of_transformers_and_enter_the_rewards(measured, expected) -> None:
+    """The teacher has the weights of the oracle's reference."""
+    found, fields, rows = measured[1]["llama"][f"tp1 pp1 dp1, {PLACED_LOSSES}"], expected["llama"].fields, samples()
+    policy, teacher = (torch.cat(fields[name]) for name in ("logprobs", "reference logprobs"))
+    assert relative(found["teacher"].values["logprobs"][0], teacher) <= TOLERANCE
+
+    def rewards(teacher: torch.Tensor) -> torch.Tensor:
+        last = torch.cat([(s.sampled.flip(0).cumsum(0).flip(0) == 1) & s.sampled for s in rows])
+        scores = torch.cat([torch.full(s.tokens.shape, s.score) for s in rows])
+        kl = torch.where(torch.cat([s.sampled for s in rows]), policy - teacher, 0.0)
+        return last * scores - 0.5 * kl
+
+    assert relative(found["experience"].values["rewards"][0], rewards(teacher)) <= TOLERANCE
+    assert relative(found["experience"].values["rewards"][0], rewards(teacher.roll(1))) > 0.1, "those of the neighbours"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,12 +7,14 @@ the weights over the bridge from the last of them. Every engine scores the same 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from megappo.engine import build
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.parallel import cpu_patches
+from megappo.parallel.consensus import told_by
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.megatron_engine import MegatronRollout
@@ -172,10 +175,35 @@ class Worlds:
         return self._groups[layout]
 
 
+def of_rank_0(work: Callable[[], Any]) -> Any:
+    """What rank 0 computes, on every rank: transformers knows of no others. Collective."""
+    return told_by(0, work() if dist.get_rank() == 0 else None)
+
+
+@functools.cache
+def exact_of(path: str) -> tuple[list[Tensor], Tokens, float]:
+    """Log-probs of transformers in fp32, and as `continue_by_transformers`. Collective."""
+
+    def work() -> tuple[list[Tensor], Tokens, float]:
+        model = load_transformers(path, torch.float32)
+        return score_by_transformers(model), *continue_by_transformers(model)
+
+    return of_rank_0(work)
+
+
+def rounded_of(path: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs of transformers in bf16, and in fp32 with the same rounded weights. Collective."""
+
+    def work() -> tuple[list[Tensor], list[Tensor]]:
+        model = load_transformers(path, torch.bfloat16)
+        return score_by_transformers(model), score_by_transformers(model.float())
+
+    return of_rank_0(work)
+
+
 def run_fp32(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
     """Differences of Megatron in every layout and of vLLM at tp 1 and 2 to transformers."""
-    model = load_transformers(path, torch.float32)
-    logprobs, (tokens, gap) = score_by_transformers(model), continue_by_transformers(model)
+    logprobs, tokens, gap = exact_of(path)
     result: dict[str, Any] = {"gap": gap, "megatron": {}, "vllm": {}}
     for sizes in case.layouts:
         policy = build_megatron(path, worlds.groups(sizes), "fp32")
@@ -189,12 +217,12 @@ def run_fp32(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
 
 
 def run_bf16(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
-    """Errors against transformers in fp32 with the same rounded weights: of transformers in bf16, of Megatron and of vLLM."""
-    rounded = load_transformers(path, torch.bfloat16)
-    own = score_by_transformers(rounded)
-    exact = score_by_transformers(rounded.float())
+    """Errors against transformers in fp32 with the same rounded weights: of transformers in bf16, of Megatron and of vLLM. Megatron
+    on one rank and in the last layout: what others do to bf16 is in the parity matrix.
+    """
+    own, exact = rounded_of(path)
     result = {"transformers": errors_of(own, exact), "megatron": {}}
-    for sizes in case.layouts:
+    for sizes in (case.layouts[0], case.layouts[-1]):
         policy = build_megatron(path, worlds.groups(sizes), "bf16")
         result["megatron"][str(policy.groups.layout)] = errors_of(score_by_megatron(policy), exact)
     with vllm_with_weights(path, policy, 1, "bf16") as engine:
@@ -204,7 +232,7 @@ def run_bf16(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
 
 def run_wrong(right: str, wrong: str, worlds: Worlds) -> dict[str, dict[str, float]]:
     """The same weights under another config, in Megatron and in vLLM, against transformers with the right one."""
-    logprobs = score_by_transformers(load_transformers(right, torch.float32))
+    logprobs, *_ = exact_of(right)
     policy = build_megatron(wrong, worlds.groups({}), "fp32")
     with vllm_with_weights(wrong, policy, 1, "fp32") as engine:
         in_vllm = score_by_vllm(engine)

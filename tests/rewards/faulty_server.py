@@ -174,7 +174,8 @@ def announcing_gigabyte(handler: Handler) -> None:
         handler.wfile.write(b" " * 2**20)
 
 
-BOMB = gzip.compress(b'{"scores": [' + b" " * 2**26 + b"1]}")  # 64 MiB in 64 KiB
+# 64 MiB in 64 KiB, of members, as every worker imports this file and packs one of them.
+BOMB = gzip.compress(b'{"scores": [') + 64 * gzip.compress(b" " * 2**20) + gzip.compress(b"1]}")
 
 
 def gzip_bomb(handler: Handler) -> None:

@@ -61,6 +61,7 @@ def test_a_class_is_what_the_rule_itself_scores_alike(rule):
         assert scores == [[float(other == number)] * len(group) for other, group in enumerate([*groups, silent])], gold
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_for_ever_is_no_vote_and_is_said(caplog, monkeypatch):
     monkeypatch.setattr(votes, "MathVerify", lambda: MathVerify(cpu_limit_s=1.0))
     answers = answers_of("math_verify", [[r"\boxed{9^{9^{9^9}}}", r"\boxed{4}"], [r"\boxed{4}", "#### 4"]])

@@ -47,5 +47,13 @@ def of_responses(policy: Any, requests: Sequence[Request], responses: Sequence[R
 
 def distance(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> float:
     """Largest |log-prob of the engine - log-prob of the trainer| of a sampled token."""
+    return float(_distances(policy, requests, responses).max())
+
+
+def mean_distance(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> float:
+    return float(_distances(policy, requests, responses).mean())
+
+
+def _distances(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> torch.Tensor:
     pairs = zip(responses, of_responses(policy, requests, responses), strict=True)
-    return max(float((torch.from_numpy(response.logprobs) - own.cpu()).abs().max()) for response, own in pairs)
+    return torch.cat([(torch.from_numpy(response.logprobs) - own.cpu()).abs() for response, own in pairs])

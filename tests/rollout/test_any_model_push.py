@@ -1,4 +1,4 @@
-"""Models without a family: FSDP2 shards of a policy that trains, pushed into vLLM, whose own classes hold the same architectures.
+"""Transformers' own classes: FSDP2 shards of a policy that trains, pushed into vLLM, whose classes hold the same architectures.
 
 The oracle is the trainer's forward pass, as in `test_policy_push.py`.
 """
@@ -6,6 +6,7 @@ The oracle is the trainer's forward pass, as in `test_policy_push.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,63 @@ import torch
 from megappo.config.role_sections import LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import AlgorithmConfig
+from megappo.data.packing import ROUTES, Ragged
 from megappo.models.hf_config import arch_for
 from megappo.parallel import cpu_patches
+from megappo.parallel.layout import ParallelLayout
+from megappo.trainer.experience.collect import pack_experience
+from tests.engine.test_conformance import negative_logprob
 from tests.engine.whole import on_whole_batches
 from tests.models.any_families import write_any_checkpoint
+from tests.models.checkpoints import write_checkpoint
 from tests.rollout.engines import make_engine
-from tests.rollout.policies import distance, train_once
+from tests.rollout.policies import distance, make_policy, mean_distance, train_once
 from tests.rollout.responses import generate_all
 from tests.rollout.test_policy_push import GREEDY, requests
 from tests.worlds import spawn_world
 
 RANKS = 2
+_YARN: dict[str, Any] = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0
+)
 TOLERANCE = 1e-4  # fp32; weights of before the update differ by more than 0.1
-# model type -> changes of its config. Sliding and full attention in turn with norms around each block; experts by slots.
+# model type -> changes of its config. Sliding and full attention in turn with norms around each block; experts by slots; a
+# correction that two of vLLM's modules hold; latent attention, of which vLLM derives what it multiplies with; experts that vLLM
+# holds transposed, with biases that one rank of a replica adds.
 CASES: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(head_dim=32, query_pre_attn_scalar=32),
     "mixtral": dict(head_dim=32, num_local_experts=6),
+    "glm4_moe": dict(head_dim=32, n_routed_experts=8),
+    "deepseek_v3": dict(
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=48,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=48,
+        head_dim=64,
+        rope_parameters=dict(_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "gpt_oss": dict(head_dim=32, intermediate_size=128, num_local_experts=8, rope_parameters=dict(_YARN, truncate=False)),
 }
+TENSOR_PARALLEL = ("gpt_oss",)
+ON_MEGATRON: dict[str, dict[str, Any]] = {
+    "gpt_oss": dict(ep=2)
+}  # a family, whose ranks on Megatron have a parameter for each expert
 
-ADAPTED = ("gemma3_text",)
+ADAPTED = ("gemma3_text", "mixtral")  # all experts too
+DELTA_NETS: dict[str, dict[str, Any]] = {  # which fsdp2 does not run, and vLLM on a CPU in bf16
+    "qwen3_next": dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4)
+    | dict(linear_key_head_dim=128, linear_value_head_dim=128, moe_intermediate_size=64),
+}
+DELTA_LAYOUT: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 
 
 def run_case(path: str) -> dict[str, Any]:
     policy = sharded_policy(path)
-    with contextlib.closing(make_engine(path, 1, arch=policy.engine.arch)) as engine:
+    with contextlib.closing(make_engine(path, 2 if Path(path).name in TENSOR_PARALLEL else 1, arch=policy.engine.arch)) as engine:
         engine.connect(policy.engine)
         found: dict[str, Any] = {"pushes": []}
         responses = None
@@ -49,6 +83,20 @@ def run_case(path: str) -> dict[str, Any]:
             metrics = engine.push_weights(version)
             responses = generate_all(engine, requests(), GREEDY)
             found["pushes"].append((distance(policy, requests(), responses), metrics))
+        if policy.engine.arch.moe is not None:
+            found["routes"] = routes_of_sampler(policy, responses)
+        if Path(path).name == "deepseek_v3":
+            found["absorbed"] = with_old_absorbed_weights(engine, policy)
+        if Path(path).name in ON_MEGATRON:
+            policy = make_policy(path, ParallelLayout(RANKS, **ON_MEGATRON[Path(path).name]))
+            engine.connect(policy.engine)
+            found["megatron"] = []
+            for version in (3, 4):
+                verified = engine.push_weights(version)["verified"]
+                responses = generate_all(engine, requests(), GREEDY)
+                far = distance(policy, requests(), responses)
+                train_once(policy)
+                found["megatron"].append((far, verified, distance(policy, requests(), responses)))
         if Path(path).name in ADAPTED:
             adapted = sharded_policy(path, LoraConfig(rank=4, alpha=32.0))
             train_once(adapted)
@@ -59,6 +107,53 @@ def run_case(path: str) -> dict[str, Any]:
             with adapted.engine.adapters.off():
                 found["unmerged"] = distance(adapted, requests(), responses)
     return found
+
+
+def run_delta_nets(path: str) -> list[tuple[float, float, float]]:
+    """(distance, 1.0 if checksums agree, distance after an update) of two pushes; with the mean of tokens, not the largest."""
+    policy = make_policy(path, ParallelLayout(RANKS, **DELTA_LAYOUT))
+    found = []
+    with contextlib.closing(make_engine(path, 2, arch=policy.engine.arch, dtype=torch.bfloat16)) as engine:
+        engine.connect(policy.engine)
+        for version in (1, 2):
+            verified = engine.push_weights(version)["verified"]
+            responses = generate_all(engine, requests(), GREEDY)
+            far = mean_distance(policy, requests(), responses)
+            train_once(policy)
+            found.append((far, verified, mean_distance(policy, requests(), responses)))
+    return found
+
+
+def routes_of_sampler(policy: Any, responses: list) -> dict[str, Any]:
+    """The trainer's pass with the experts that vLLM recorded, and with those of the next token."""
+    asked, moe = requests(), policy.engine.arch.moe
+    batch = pack_experience(asked, responses, num_experts=moe.num_experts)
+    rows = batch.ragged(ROUTES)
+    width = int(rows.counts.max())
+    ids = rows.ids.view(-1, width).roll(1, 0).flatten()
+    shifted = batch.with_fields(ragged_fields={ROUTES: Ragged(ids, rows.counts)})
+    how = dict(reads=("weight", ROUTES), forward_only=True)
+    sums = []
+    with policy.engine.eval_mode():
+        for one in (batch, shifted):
+            one = one.with_fields({"weight": torch.zeros(one.num_tokens)})
+            sums.append(policy.engine.forward_backward(one, negative_logprob, **how).sums)
+    missing = [int((part == 0).sum()) for part in rows.counts.split(batch.lengths.tolist())]
+    return {"sums": sums, "missing": missing, "layers": width // moe.top_k}
+
+
+def with_old_absorbed_weights(engine: Any, policy: Any) -> float:
+    """Distance after weights change and a push that leaves what vLLM derives of them as it was."""
+    model = engine._llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    derived = [one for name, one in model.named_parameters() if name.endswith(("W_UK_T", "W_UV"))]
+    assert len(derived) == 2 * policy.engine.arch.num_layers
+    old = [one.clone() for one in derived]
+    train_once(policy)
+    engine.push_weights(3)
+    with torch.inference_mode():
+        for one, values in zip(derived, old):
+            one.copy_(values)
+    return distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
 
 def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
@@ -75,14 +170,24 @@ def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
 
 def in_world(rank: int, folder: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     cpu_patches.install()
-    return {kind: run_case(str(Path(folder, kind))) for kind in kinds}
+    found: dict[str, Any] = {kind: run_case(str(Path(folder, kind))) for kind in kinds}
+    return found | {kind: run_delta_nets(str(Path(folder, kind))) for kind in DELTA_NETS}
+
+
+def write(folder: Path, kind: str, changes: dict[str, Any]) -> None:
+    write_any_checkpoint(folder, kind, **changes)
+    if kind == "deepseek_v3":  # as published; transformers' config drops the keys that tell vLLM of the correction
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("any")
     for kind, changes in CASES.items():
-        write_any_checkpoint(folder / kind, kind, **changes)
+        write(folder / kind, kind, changes)
+    for kind, changes in DELTA_NETS.items():
+        write_checkpoint(folder / kind, kind, **changes)
     return spawn_world(in_world, RANKS, str(folder), tuple(CASES), timeout_s=300)
 
 
@@ -91,6 +196,34 @@ def test_the_engine_samples_from_the_model_that_is_trained(world, kind: str) -> 
     for found in world:
         assert all(far < TOLERANCE and metrics["verified"] == 1.0 for far, metrics in found[kind]["pushes"])
         assert found[kind]["stale"] > 0.1, "the comparison would notice weights of before the update"
+
+
+@pytest.mark.parametrize("kind", ON_MEGATRON)
+def test_the_engine_samples_from_a_family_on_megatron_before_and_after_an_update(world, kind: str) -> None:
+    for found in world:
+        assert all(far < TOLERANCE and verified == 1.0 and stale > 0.1 for far, verified, stale in found[kind]["megatron"])
+
+
+@pytest.mark.parametrize("kind", DELTA_NETS)
+def test_the_engine_samples_from_delta_nets_before_and_after_an_update(world, kind: str) -> None:
+    """Checksums are exact; numbers are those of bf16, means over the tokens: 6e-3, with old weights 0.3."""
+    for found in world:
+        assert all(far < 0.03 and verified == 1.0 and stale > 0.1 for far, verified, stale in found[kind]), found[kind]
+
+
+def test_a_stale_derived_weight_of_latent_attention_is_noticed(world) -> None:
+    assert all(found["deepseek_v3"]["absorbed"] > 100 * TOLERANCE for found in world)
+
+
+def test_the_experts_that_vllm_records_are_those_of_the_trainer(world) -> None:
+    """In fp32 both choose alike. The last token of a response is read by nobody, and a cached prefix is not computed."""
+    for kind in CASES:
+        for found in world:
+            if (routes := found[kind].get("routes")) is None:
+                continue
+            own, shifted = routes["sums"]
+            assert own["rerouted_sum"] == 0.0 < shifted["rerouted_sum"], kind
+            assert min(routes["missing"]) == 1 and own["routes_sum"] > 0, kind
 
 
 @pytest.mark.parametrize("kind", ADAPTED)

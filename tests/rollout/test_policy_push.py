@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, dict, int, tuple[dict, ...]]] = {
         ),
     ),
     "unnormalised experts to tp1 x 2": ("qwen3_moe", {**_MOE, "norm_topk_prob": False}, 1, (dict(ep=2),)),
+    "windows in turn to tp1 x 2": ("gemma3", _LLAMA, 1, (dict(tp=2, sequence_parallel=True),)),
+    "one KV head to tp2": ("gemma3", {**_LLAMA, "num_key_value_heads": 1}, 2, (dict(tp=2), dict(pp=2))),
     "dense to tp1 x 2": ("llama", _LLAMA, 1, (dict(pp=2, vpp=2), dict(cp=2))),
     "dense to tp2": (
         "llama",

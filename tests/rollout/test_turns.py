@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,15 @@ import numpy
 import pytest
 import torch.distributed as dist
 
+from megappo.data.prompts import Prompt
 from megappo.rollout import turns
+from megappo.rollout.episodes import Episodes
 from megappo.rollout.generation import generate
+from megappo.rollout.snapshot import Snapshot
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Answer, Asked, Compaction, Environment, Left, TurnsRollout
-from megappo.rollout.types import EnvironmentFault, KeptIds, Replica, Request, Response, SamplingParams, Segment
+from megappo.rollout.types import BATCH, EnvironmentFault, KeptIds, Replica, Request, Response, SamplingParams, Segment
+from megappo.rollout.vllm_outputs import Drawn
 from tests.rollout.compaction import keep_ends
 
 END = 2
@@ -313,3 +318,58 @@ def test_a_late_answer_ends_its_trajectory_cut_and_a_fault_travels_with_it():
     assert late.finish == "length" and late.played is not None and late.played.is_late and late.played.seconds == (0.5, 9.0)
     assert whole_one.finish == "stop" and whole_one.played is not None and not whole_one.played.is_late
     assert failed.fault == "no tool" and failed.played is not None and failed.played.turns == 1
+
+
+# ------------------------------------------------------------------------------------------------------ in an asynchronous run
+
+
+class Asynchronous(Rule):
+    """The rule as an engine whose requests may go on in another one."""
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams, drawn: Mapping[int, Drawn] = {}) -> None:
+        super().submit(requests, sampling)
+
+    def drawn(self) -> dict[int, Drawn]:
+        return {one.number: Drawn() for one in self.waiting}
+
+
+def play(compaction: Compaction | None, drawn: Mapping[int, Drawn] = {}) -> tuple[list, list, list[dict[int, Drawn]]]:
+    """A trajectory from what was drawn: its sequences, the turns that the environment was asked for, and what there was of it
+    before each step and each answer."""
+    seen: list[tuple] = []
+
+    def environment(turn: Turn) -> list[int]:
+        turn.memo["turns"] = turn.memo.get("turns", 0) + 1
+        assert turn.memo["turns"] == turn.index + 1, "its state has seen all earlier turns"
+        seen.append((turn.number, turn.index, turn.tokens.tolist(), turn.context.tolist()))
+        return [50 + turn.index]
+
+    engine: Any = Asynchronous()
+    episodes = Episodes(engine, environment, max_turns=5, turn_tokens=5, max_prompt_tokens=20, compaction=compaction)
+    request = Request(3 * BATCH + 4, [7], seed=100, source=Prompt("p#0", (7,), "", "", {}))
+    episodes.submit([request], SAMPLING, drawn)
+    found, ended = [], []
+    while not ended:
+        found.append(Snapshot.decoded(Snapshot(0, 0, 0, 0, episodes.drawn(), []).encoded()).running)
+        ended = episodes.take(engine.poll()) if engine.waiting else episodes.go_on(episodes.answers())
+    (response,) = ended
+    sequences = [(one.prompt.tolist(), parts(one.segments)) for one in response.contexts]
+    return [*sequences, parts(response.segments), response.finish, response.played], seen, found
+
+
+def test_a_trajectory_goes_on_elsewhere_with_an_environment_that_is_asked_for_its_turns_again():
+    def prompt(left: Left) -> list[int]:
+        return [*left.prompt.tolist(), *left.summary.tolist(), *left.observation.tolist()]
+
+    for compaction in (None, Compaction(9, keep_ends(1, 3)), Compaction(6, prompt, ask=(60, 61))):
+        whole, asked, found = play(compaction)
+        assert (len(whole) > 3) == (compaction is not None), "sequences"
+        assert [one[:2] for one in asked] == [(4, index) for index in range(4)]
+        for before in found:
+            again, asked_again, _ = play(compaction, before)
+            without_times = [*again[:-1], replace(again[-1], seconds=())]
+            assert without_times == [*whole[:-1], replace(whole[-1], seconds=())] and asked_again in (asked, [])
+            (drawn,) = before.values()
+            assert drawn.episode is not None and drawn.episode.before.played is not None
+            is_last = drawn.episode.before.played.turns == 4
+            assert asked_again == ([] if is_last else asked), "for none, if only an unanswered turn follows"

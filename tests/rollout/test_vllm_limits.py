@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megappo.models.arch import MoeArch, Rope
+from megappo.models.arch import Delta, MoeArch, Rope
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_process import require_vllm
 from tests.bridge.engines import arch_like
@@ -22,6 +22,11 @@ GOOD = dict(family="llama", head_dim=32, num_heads=4, num_kv_heads=2, ffn_size=2
         ({"head_dim": 24}, 256, "head_dim 24"),
         ({"sliding_window": 8, "sliding_layers": (False, True)}, 256, "no sliding attention in some layers only"),
         ({**MOE, "hidden_size": 48}, 256, "experts in blocks of 32 and the model's hidden_size is 48"),
+        (
+            {"delta": Delta(2, 4, 128, 64, 4, (True, False), True)},
+            256,
+            "keys and values have 128 and 64; set rollout.engine: megatron",
+        ),
         ({}, 257, "may take 257 tokens, but the model has 256 positions"),
         ({"rope": Rope(type="yarn", factor=2.0, original_max_positions=64)}, 129, "the model has 128 positions"),
     ],
@@ -30,6 +35,14 @@ def test_what_vllm_cannot_serve_is_refused_in_one_line(changes, length, message)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         check_vllm(arch_like(**{**GOOD, **changes}), length, "cpu")
     assert "\n" not in str(error.value)
+
+
+def test_delta_nets_are_sampled_in_bf16_on_a_cpu():
+    arch = arch_like(**GOOD, delta=Delta(2, 4, 128, 128, 4, (True, False), True))
+    with pytest.raises(ValueError, match="delta nets in bf16 alone, and policy.dtype is fp32; set policy.dtype: bf16, or"):
+        check_vllm(arch, 256, "cpu", in_fp32=True)
+    check_vllm(arch, 256, "cpu")
+    check_vllm(arch, 256, "cuda", in_fp32=True)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +54,7 @@ def test_what_vllm_cannot_serve_is_refused_in_one_line(changes, length, message)
         ({**MOE}, 256, "cpu"),
         ({**MOE, "hidden_size": 48}, 256, "cuda"),
         ({"sliding_window": 8, "sliding_layers": (True, True)}, 256, "cpu"),
+        ({"family": "gemma3_text", "sliding_window": 8, "sliding_layers": (True, False)}, 256, "cpu"),
         ({"rope": Rope(type="yarn", factor=4.0, original_max_positions=64)}, 256, "cpu"),
     ],
 )

@@ -74,6 +74,18 @@ def test_a_cpu_runs_eagerly_whole_prompts_and_sleeps_by_a_worker_of_our_own(opti
     assert "worker_cls" not in options("cpu")
 
 
+def test_a_cpu_rotates_the_queries_of_latent_attention_without_vllms_kernel():
+    """Which turns them wrongly (by 5 of numbers around 1) where many heads have one key; the user's own switches stay."""
+    path = "configs/models/DeepSeek-V3"
+    model = VllmModel(path, read_arch(path), torch.bfloat16, max_model_len=96)
+    own = RolloutConfig(vllm_args={"compilation_config": {"custom_ops": ["none"], "mode": 0}})
+    for config, switches in ((RolloutConfig(), ["all"]), (own, ["none"])):
+        told = vllm_options(config, model, device_type="cpu", executor="uni", peers_visible=True, timeouts=TimeoutsConfig())
+        assert told["attention_config"] == {"backend": "CPU_MLA"}
+        assert told["compilation_config"]["custom_ops"] == [*switches, "-rotary_embedding"]
+    assert told["compilation_config"]["mode"] == 0
+
+
 @pytest.mark.slow
 def test_the_names_of_vllms_arguments_are_those_of_the_tested_version(options):
     from vllm.engine.arg_utils import EngineArgs

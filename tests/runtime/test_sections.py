@@ -13,7 +13,7 @@ import pytest
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.runtime import sections
 from megappo.runtime.messages import name_ranks, ranks_by_value
-from megappo.runtime.sections import BETWEEN, LOADING, WARM_UP, AwakeClock, Sections
+from megappo.runtime.sections import BETWEEN, GENERATING, LOADING, TRAINING_HALF, WARM_UP, AwakeClock, Sections
 from megappo.runtime.verdict import Place, main_thread_place
 from megappo.telemetry.timers import StageTimers
 
@@ -87,6 +87,17 @@ def test_sections_inside_others_and_between_stages(clock: Clock) -> None:
     with pytest.raises(KeyError), timers.stage("score"):
         raise KeyError
     assert marks.raised_in is not None and marks.raised_in.section == "score" and marks.now().section == BETWEEN
+
+
+def test_a_rank_without_stages_says_what_it_does(clock: Clock) -> None:
+    """Generation beside training: it advances with every engine step, and what it waits for does not while it looks for it."""
+    marks = Sections(TIMEOUTS, AwakeClock(1.0))
+    for name, advances, seconds in ((GENERATING, True, 0.0), (TRAINING_HALF, False, 5.0)):
+        for _ in range(3):
+            marks.turn_to(name, advances=advances)
+            here = marks.now()
+            clock.seconds += 2.5
+        assert (here.section, here.seconds, here.limit_s) == (name, seconds, 1000.0) and marks.may_stand_still()
 
 
 def test_only_new_work_may_stand_still(clock: Clock) -> None:

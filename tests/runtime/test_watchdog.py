@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megappo.runtime.failure import first_failure
+from megappo.runtime.watchdog import _Pulse
 from tests.runtime.hanging_ranks import AT_FIRST, HEARTBEAT_S, STILL_S, Ended, run_world
 
 pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
@@ -101,3 +104,28 @@ def test_no_rank_outlives_one_that_raises(tmp_path: Path) -> None:
     assert ended.codes == [1, 1, 1] and ended.seconds < 5
     assert "RuntimeError: the culprit" in ended.logs[1] and "in stage score, on rank 1" in ended.logs[1]
     assert not (tmp_path / "verdict.json").exists() and not list(tmp_path.glob("*.stacks"))
+
+
+def test_a_spare_rank_that_is_silent_is_given_up_and_the_one_after_it_is_watched() -> None:
+    """Negative control: a rank that is not spare is suspected."""
+    now, given_up, ended = [0.0], list[str](), list[int]()
+    owner: Any = SimpleNamespace(
+        _rank=0,
+        _members=[SimpleNamespace(rank=rank) for rank in range(4)],
+        _clock=SimpleNamespace(now=lambda: now[0]),
+        _heartbeat_s=30.0,
+        _spare={1: given_up.append},
+        _end_here=ended.extend,
+    )
+    pulse = _Pulse(owner, SimpleNamespace())  # type: ignore[arg-type]  # no store is asked
+    now[0] = pulse._answered_at = 31.0
+    assert pulse.silence(30.0) is None
+    pulse._pass_over()
+    assert (given_up, ended, pulse._next) == (["no sign of life of rank 1 for 31 s"], [1], 2)
+    owner._members = [member for member in owner._members if member.rank != 2]  # left out with its replica
+    pulse._pass_over()
+    assert pulse._next == 3
+    now[0] = pulse._answered_at = 70.0
+    pulse._pass_over()
+    suspected = pulse.silence(30.0)
+    assert suspected is not None and suspected.rank == 3 and given_up[1:] == []

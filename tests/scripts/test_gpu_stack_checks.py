@@ -80,7 +80,7 @@ def test_an_untested_megatron_is_named() -> None:
         return library.version_fault(findings(lambda r: {**tested, **changed}.get(r.name, "9")))
 
     assert versions() == ""
-    assert versions(**{"megatron-core": "0.19.2"}).startswith("megatron-core 0.19.2 (tested: ")
+    assert versions(**{"megatron-core": "0.20.0"}).startswith("megatron-core 0.20.0 (tested: ")
 
 
 def test_a_gpu_without_code_and_an_op_without_its_kernel_are_named() -> None:

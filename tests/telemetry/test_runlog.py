@@ -161,9 +161,10 @@ def test_an_evaluation_whose_step_never_came_is_kept(tmp_path):
 
 def test_supervised_runs_print_about_twenty_rows(tmp_path):
     stream = io.StringIO()
-    log = RunLog(tmp_path, stream=stream)
+    columns = ("sft/loss", "sft/grad_norm", "sft/lr", "throughput/tokens_per_s")
+    log = RunLog(tmp_path, stream=stream, progress=columns, rows=20)
     for step in range(1, 301):
-        log.sft_step({"sft/loss": 1 / step, "sft/grad_norm": 1.0, "sft/lr": 1e-3, "throughput/tokens_per_s": 10.0}, step, 300)
+        log.step({"sft/loss": 1 / step, "sft/grad_norm": 1.0, "sft/lr": 1e-3, "throughput/tokens_per_s": 10.0}, step, 300)
     log.close()
     assert len(lines(tmp_path)) == 300 and 20 <= len(stream.getvalue().splitlines()) <= 23
     assert stream.getvalue().splitlines()[-1].split()[0] == "300/300"
@@ -187,8 +188,18 @@ def test_the_learning_curve_has_a_panel_for_everything_that_was_logged(tmp_path)
 
 
 def test_the_scores_of_named_sets_are_drawn_beside_the_others():
-    rows = [{"step": 0, "eval/score": 0.1, "eval/hard/score": 0.0}, {"step": 2, "eval/hard/score": 0.5, "eval/hard/mean@8": 1.0}]
+    rows = [{"step": 0, "eval/score": 0.1, "eval/hard/mean@8": 0.0}, {"step": 2, "eval/hard/mean@8": 0.5, "eval/hard/pass@8": 1.0}]
     assert learning_curves(rows) == {"score": {"held-out, greedy": {0: 0.1}, "held-out hard": {0: 0.0, 2: 0.5}}}
+
+
+def test_supervised_runs_have_their_loss_and_the_order_of_pairs_in_the_learning_curve():
+    dpo = {"dpo/loss": 0.6, "dpo/accuracy": 0.5, "eval/loss": 0.7}
+    rows = [{"step": 0, "eval/loss": 0.69}, {"step": 1, **dpo}, {"step": 2, **dpo, "eval/accuracy": 0.9}]
+    assert learning_curves(rows) == {
+        "loss": {"training": {1: 0.6, 2: 0.6}, "held-out": {0: 0.69, 1: 0.7, 2: 0.7}},
+        "share of pairs in the right order": {"training": {1: 0.5, 2: 0.5}, "held-out": {2: 0.9}},
+    }
+    assert learning_curves([{"step": step, "sft/loss": 1.0} for step in (1, 2)]) == {"loss": {"training": {1: 1.0, 2: 1.0}}}
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e6, -1e6], [0.1, None]])

@@ -35,3 +35,6 @@ def test_the_notes_of_the_page_are_those_of_a_run(monkeypatch) -> None:
         models = {"policy": RoleModel(LLAMA_7B, False, "none", peak_tflops(TelemetryConfig(), device, "bf16"), [0])}
         note = peak_note(TelemetryConfig(), device, models)
         assert f"    statistics: memory of a stage is the {gauge.kind}; {note}\n" in PAGE
+    named, cpu = TelemetryConfig(hardware="h20"), torch.device("cpu")
+    models = {"policy": RoleModel(LLAMA_7B, False, "none", peak_tflops(named, cpu, "bf16"), [0])}
+    assert peak_note(named, cpu, models) == "MFU is against 148 TFLOP/s of a rank (telemetry.hardware)"

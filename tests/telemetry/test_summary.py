@@ -21,8 +21,8 @@ def written(run_dir: Path, rows: list[dict[str, Any]], *results: str) -> list[st
 
 def test_scores_of_all_sets_times_of_a_mean_step_and_what_is_there(tmp_path: Path) -> None:
     step = {"timing/step_s": 3.0, "timing/generate_s": 2.0, "timing/reward/a_s": 9.0}
-    rows = [{"eval/score": 0.5, "eval/hard/score": 2.5, "eval/exact_match": 1.0}, step, {**step, "timing/evaluate_s": 0.5}]
-    rows += [{"eval/score": None}, {"eval/score": 0.75, "eval/hard/score": -1.0}]
+    rows = [{"eval/score": 0.5, "eval/hard/mean@8": 2.5, "eval/exact_match": 1.0}, step, {**step, "timing/evaluate_s": 0.5}]
+    rows += [{"eval/score": None}, {"eval/score": 0.75, "eval/hard/mean@8": -1.0}]
     assert written(tmp_path / "run", rows, "export", "tensorboard") == [
         "held-out score:      50.0% at step 0 -> 75.0% at step 4",
         "hard score:          2.5 at step 0 -> -1 at step 4",
@@ -36,6 +36,19 @@ def test_without_evaluations_the_score_of_the_steps(tmp_path: Path) -> None:
     assert written(tmp_path, [{}, {"reward/score_mean": 0.25}, {"reward/score_mean": 0.5}]) == [
         "training score:      25.0% at step 1 -> 50.0% at step 2"
     ]
+
+
+def test_a_supervised_run_ends_with_its_held_out_figures_or_the_loss_of_the_steps(tmp_path: Path) -> None:
+    rows = [
+        {"eval/loss": 0.75, "eval/accuracy": 0.5},
+        {"dpo/loss": 0.5},
+        {"dpo/loss": 0.25, "eval/loss": 0.125, "eval/accuracy": 1},
+    ]
+    assert written(tmp_path, rows) == [
+        "held-out loss:       0.75 at step 0 -> 0.125 at step 2",
+        "held-out accuracy:   50.0% at step 0 -> 100.0% at step 2",
+    ]
+    assert written(tmp_path, [{}, {"sft/loss": 2.5}, {"sft/loss": 0.5}]) == ["training loss:       2.5 at step 1 -> 0.5 at step 2"]
 
 
 def test_a_run_whose_metrics_are_gone_has_ended_all_the_same(tmp_path: Path, caplog) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import yaml
 from megappo.bridge.sync import WeightSync
 from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
+from megappo.data.ahead import AheadLoader
 from megappo.data.loader import PromptLoader
 from megappo.rewards.compose import RewardError
 from megappo.rollout.channel import Channel
@@ -28,9 +31,8 @@ from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.runtime.ending import StopRequest
 from megappo.trainer import main, rollout_side
-from megappo.trainer.ahead import AheadLoader
 from megappo.trainer.training_side import TrainingSide
-from tests.trainer.small_run import set_keys, small_config
+from tests.trainer.small_run import set_keys, small_config, write_small_task
 
 TRAINING, WORLD = 2, 3
 
@@ -61,6 +63,75 @@ def config_of(folder: Path, name: str, staleness: int | None, **changes: Any) ->
     }
     correction = {"algorithm.importance_sampling.type": "tis"}
     return set_keys(small_config(folder, name, steps=6), {**usual, **(correction if staleness is None else apart), **changes})
+
+
+REWARD = """
+import re, zlib
+from megappo.rewards.base import NoVerdict
+def score(sample, first):
+    row, number = map(int, re.search(r"#(\\d+) .sample (\\d+)", sample.sample_id).groups())
+    if row not in first: return zlib.crc32(sample.response.encode()) % 100 < 15
+    if number % 4 == 0: raise NoVerdict("judge")
+    return number % 2
+"""
+
+
+def write_task(folder: Path) -> None:
+    """Write what the runs read, before their world begins: a rank would read a file that another one writes again as empty."""
+    write_small_task(folder)
+    (folder / "mine.py").write_text(REWARD)
+    (folder / "play.py").write_text(ENVIRONMENT)
+
+
+def by_scores(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
+    """A run that draws other prompts for what scores alike, all of them again in its first step, and passes over others."""
+    first = list(map(int, PromptLoader(60, 8, shuffle=True, seed=1).next_step()))
+    part = {"path": str(folder / "mine.py"), "function": "score", "args": {"first": first}}
+    changes = {
+        "rollout.samples_per_prompt": 4,
+        "rollout.max_num_seqs": 48,
+        "data.curriculum": {},
+        "algorithm.dynamic_sampling": {"max_rounds": 3},
+        "reward": {"parts": [part], "max_without_verdict": 0.2, "above_max": "redraw"},
+    }
+    return config_of(folder, name, staleness, **changes)
+
+
+def with_greedy(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
+    """A run of two steps that compares with greedy responses."""
+    config = config_of(folder, name, staleness, **{"algorithm.estimator": "remax", "trainer.steps": 2})
+    del config["critic"], config["algorithm"]["bootstrap_truncated"]
+    return config
+
+
+ENVIRONMENT = '''
+import zlib
+
+from megappo.rewards.base import NoVerdict
+
+def play(turn, fails=False):
+    """An answer that depends on all turns; a few trajectories end early, and a few have no verdict."""
+    digest = turn.state["digest"] = zlib.crc32(turn.response.encode(), turn.state.get("digest", turn.seed % 2**32))
+    if fails:
+        raise ValueError("no tool")
+    if digest % 11 == 0:
+        raise NoVerdict("tool_down")
+    return None if digest % 5 == 0 else "+-"[digest % 2]
+
+def judge(sample):
+    """A number that all digits of a float are needed for."""
+    digest = zlib.crc32(sample.response.encode())
+    if digest % 13 == 0:
+        raise NoVerdict("unsure")
+    return {"score": digest / 2**32, "parts": {"turns": float(len(sample.turns))}}
+'''
+
+
+def in_environment(folder: Path, name: str, staleness: int | None, **settings: Any) -> dict[str, Any]:
+    environment = {"path": str(folder / "play.py"), "function": "play", "max_turns": 3, "turn_tokens": 10, **settings}
+    judge = {"name": "judge", "path": str(folder / "play.py"), "function": "judge", "workers": 1}
+    changes = {"rollout.environment": environment, "reward": {"parts": [judge, {"name": "has_eos"}], "max_without_verdict": 0.6}}
+    return config_of(folder, name, staleness, **changes)
 
 
 @contextmanager
@@ -114,6 +185,21 @@ def run(
     return main.train(loaded, planned.data, resume=resume, replay=replay, stop=stop)
 
 
+def run_until_killed(rank: int, config: dict[str, Any], victim: int, step: int, delay_s: float, resume: bool) -> None:
+    """Run this rank's part; the victim is killed so long after a step was logged."""
+    log = Path(config["run"]["output_dir"], config["run"]["name"], "metrics.jsonl")
+
+    def kill() -> None:
+        while not log.exists() or log.read_text().count("\n") < step:
+            time.sleep(0.005)
+        time.sleep(delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        threading.Thread(target=kill, daemon=True).start()
+    run(rank, config, resume=resume)
+
+
 def run_synchronous(rank: int, config: dict[str, Any]) -> None:
     """Run on the training ranks, as a world of their own."""
     group = dist.new_group(list(range(TRAINING)))
@@ -134,13 +220,14 @@ def ended_by(action: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def failing_in(step: int) -> Iterator[None]:
-    """Let the reward fail in a step, once its responses have come."""
+def failing_from(step: int, *, at_first: bool = True) -> Iterator[None]:
+    """Let the reward fail once a step's responses have come. at_first: those of its first round, else of a further one, which this
+    step or a later one has."""
     plain = rollout_side.RolloutSide.score
 
     def score(self: Any, asked: Any, *rest: Any) -> None:
-        if asked.step == step:
-            raise RewardError(f"in step {step}")
+        if asked.step >= step and asked.is_first == at_first:
+            raise RewardError(f"in step {asked.step}")
         plain(self, asked, *rest)
 
     with mock.patch.object(rollout_side.RolloutSide, "score", score):

@@ -26,6 +26,7 @@ def whole_batch():
     generator = torch.Generator().manual_seed(4)
     names = ("logprob", "ref_logprob", "rollout_logprob", "entropy", "value")
     fields = {name: (-1.0) ** (name != "entropy") * torch.rand(len(mask), generator=generator) for name in names}
+    fields["teacher_logprob"] = -torch.rand(len(mask), generator=torch.Generator().manual_seed(8))
     mask, truncated = torch.tensor(mask), torch.tensor([i % 2 == 1 for i in range(len(TURNS))])
     bootstrap = torch.where(truncated, torch.rand(len(TURNS), generator=generator), torch.nan)
     nan = torch.full(mask.shape, torch.nan)  # nothing outside the mask may be read

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 
@@ -40,7 +43,7 @@ def check_same_numbers(
         assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=rel, abs=absolute)
 
 
-SIZES: dict[str, int] = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=32,
     hidden_size=64,
     intermediate_size=96,
@@ -64,6 +67,19 @@ def write_small_task(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     train_tokenizer(folder / "model")
     write_arithmetic(folder / "data", num_train=60, num_eval=20, num_sft=20, seed=0, task=ArithmeticTask(0, 9, "+-"))
+
+
+def write_teacher(folder: Path) -> None:
+    """teacher/ below `folder`: a smaller llama with the same tokenizer, whose vocabulary is padded further."""
+    torch.manual_seed(1)
+    sizes = {**SIZES, "vocab_size": 40, "hidden_size": 32}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.3)).save_pretrained(folder / "teacher")
+    train_tokenizer(folder / "teacher")
+
+
+def taught(folder: Path, **distillation: Any) -> dict[str, Any]:
+    """Keys of a run that learns from that teacher."""
+    return {"teacher": {"model": str(folder / "teacher"), "dtype": "fp32"}, "algorithm.distillation": distillation}
 
 
 def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> dict[str, Any]:
@@ -105,17 +121,33 @@ def set_keys(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return config
 
 
+def branch_off(folder: Path, run: str, name: str, step: int) -> None:
+    """Make a run `name` that ended with the checkpoint that `run` wrote after `step`, for a resume: a run less than one that is
+    stopped there. Collective over the world."""
+
+    def newer(_: str, names: list[str]) -> list[str]:
+        return [one for one in names if one.startswith("step-") and int(one.removeprefix("step-")) > step]
+
+    dist.barrier()  # the other rank may still be removing files of its own
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "runs" / run, folder / "runs" / name, ignore=newer)
+    dist.barrier()
+
+
 def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
     """Train each configuration in turn on this rank; True resumes."""
     from megappo.commands.plan.run import plan_run
-    from megappo.config.loading import load_config
+    from megappo.config.loading import load_run
     from megappo.trainer.main import train
 
     for config, resume in runs:
+        gc.freeze()  # what the runs before have left, which seven collections of each would visit
         # As in a process of its own: ranks of a test's world are forked with the same states.
         random.seed()
         numpy.random.seed()
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
-        loaded = load_config(str(path), [])
-        train(loaded, plan_run(loaded, config["run"]["num_ranks"], "cpu", resume=resume).data, resume=resume)
+        loaded = load_run(str(path))
+        data = plan_run(loaded, config["run"]["num_ranks"], "cpu", resume=resume).data
+        assert data is not None, "only a plan of shapes has none"
+        train(loaded, data, resume=resume)

@@ -123,6 +123,36 @@ def test_rewards_advantages_and_returns_follow_the_recurrences(changes):
 PER_TOKEN = [None if b % 3 == 2 else [(-1) ** b * (t + 1) / 4 for t in range(sampled)] for b, (_, sampled, _) in enumerate(SAMPLES)]
 
 
+TEACHER = -torch.rand(20, generator=torch.Generator().manual_seed(6))
+
+
+def with_teacher(batch, shift=0):
+    """Log-probs of a teacher, NaN outside the mask; shift: places by which they are wrong."""
+    own = TEACHER[: batch.num_tokens].roll(shift)
+    return batch.with_fields({"teacher_logprob": torch.where(batch["response_mask"], own, torch.nan)})
+
+
+def rewards_of_teacher(batch, coef, per_token):
+    """Minus coef times the log-ratio of every sampled token, and rewards of tokens where a sample has some."""
+    found, start = [], 0
+    for b, (prompt, sampled, _) in enumerate(SAMPLES):
+        places = range(start + prompt, start + prompt + sampled)
+        own = per_token[b] if per_token is not None and per_token[b] is not None else [0.0] * sampled
+        found.append([x - coef * (float(batch["logprob"][t]) - float(TEACHER[t])) for x, t in zip(own, places)])
+        start += prompt + sampled
+    return found
+
+
+@pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
+def test_a_teachers_kl_is_a_reward_of_tokens_for_advantages_and_returns(changes):
+    batch, asked = experience(), algorithm(distillation={"coef": 0.7}, **changes)
+    for per_token in (None, PER_TOKEN):
+        want = rewards_of_teacher(batch, 0.7, per_token)
+        assert not differs_by_hand(batch, asked, advantages_of(with_teacher(batch), SCORE, 0.3, asked, per_token), per_token=want)
+        shifted = advantages_of(with_teacher(batch, shift=1), SCORE, 0.3, asked, per_token)
+        assert differs_by_hand(batch, asked, shifted, per_token=want), "log-probs of the neighbours"
+
+
 @pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
 def test_rewards_of_tokens_enter_where_they_stand(changes):
     batch, asked = experience(), algorithm(**changes)

@@ -5,6 +5,7 @@ resume are the run itself, and every sample is trained on once. All runs of the 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -13,30 +14,46 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.reliability.compare import compare
+from benchmarks.reliability.compare import compare, compare_samples
+from megappo.commands.plan.report import in_flight_bytes
+from megappo.commands.plan.run import plan_run
+from megappo.config.loading import load_config
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.runtime.ending import StopRequest
+from megappo.runtime.sections import GENERATING, TRAINING_HALF, last_section
 from tests.trainer.asynchronous_runs import (
     WORLD,
+    by_scores,
     config_of,
     ended_by,
-    failing_in,
+    failing_from,
+    in_environment,
     only_when_waited_for,
     pauses,
     run,
     run_synchronous,
+    run_until_killed,
     stopping_after,
     warmer_from,
     with_cursor_only,
+    with_greedy,
+    write_task,
 )
-from tests.trainer.small_run import set_keys, write_small_task
-from tests.worlds import spawn_world
+from tests.trainer.small_run import set_keys
+from tests.worlds import WorldError, spawn_world
 
 STALENESS, STEPS = 2, 6
 NOISE = 2e-6  # in a probability, fp32
 STACKS = shutil.ignore_patterns("stacks")  # which another rank may still be removing
 # Metrics of asynchronous runs alone, and those that the placement decides.
-OWN = ("rollout/push_bytes", "rollout/running", "rollout/requests_cut", "rollout/tokens_recomputed", "rollout/token_age")
+OWN = (
+    "rollout/push_bytes",
+    "rollout/replicas",
+    "rollout/running",
+    "rollout/requests_cut",
+    "rollout/tokens_recomputed",
+    "rollout/token_age",
+)
 
 
 def run_all(rank: int, folder: Path) -> dict[str, str]:
@@ -50,7 +67,7 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         run(rank, config("k0", 0))
     with only_when_waited_for():
         run(rank, config("k2"))
-    with pauses(rank, 3, 0.01, 0.2), failing_in(4):
+    with pauses(rank, 3, 0.01, 0.2), failing_from(4):
         found["failed"] = ended_by(lambda: run(rank, config("resumed"), replay=runs / "k2"))
     if rank == 0:
         shutil.copytree(runs / "resumed", runs / "lossy", ignore=STACKS)
@@ -72,7 +89,36 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         found["stopped"] = str(run(rank, config("stopped"), stop=stop))
     found["smaller"] = ended_by(lambda: run(rank, config("stopped", 1), resume=True))
     run(rank, config("stopped"), resume=True)
-    return found | broken(rank, config("broken"))
+    found |= run_in_environment(rank, folder)
+    return found | run_by_scores(rank, folder) | broken(rank, config("broken"))
+
+
+def run_by_scores(rank: int, folder: Path) -> dict[str, str]:
+    """Runs whose prompts depend on scores, and two whose greedy responses do not."""
+    run_synchronous(rank, by_scores(folder, "scores_sync", None))
+    with pauses(rank, 6, 0.02, 0.2):
+        run(rank, by_scores(folder, "scores_k0", 0))
+    with only_when_waited_for():
+        run(rank, by_scores(folder, "scores_k2", STALENESS))
+    resumed, replay = by_scores(folder, "scores_resumed", STALENESS), folder / "runs" / "scores_k2"
+    with pauses(rank, 7, 0.01, 0.2), failing_from(4, at_first=False):
+        failed = ended_by(lambda: run(rank, resumed, replay=replay))
+    with pauses(rank, 8, 0.03, 0.1):
+        run(rank, resumed, resume=True, replay=replay)
+    run_synchronous(rank, with_greedy(folder, "greedy_sync", None))
+    with pauses(rank, 9, 0.02, 0.2):
+        run(rank, with_greedy(folder, "greedy_k0", 0))
+    return {"failed by scores": failed}
+
+
+def run_in_environment(rank: int, folder: Path) -> dict[str, str]:
+    """Runs of several turns, the last with a fault of its environment."""
+    run_synchronous(rank, in_environment(folder, "turns_sync", None))
+    with pauses(rank, 6, 0.02, 0.1):
+        run(rank, in_environment(folder, "turns_k0", 0))
+    with only_when_waited_for():
+        run(rank, in_environment(folder, "turns_k2", STALENESS, workers=2, timeout_s=20.0))
+    return {"fault": ended_by(lambda: run(rank, in_environment(folder, "fault", STALENESS, args={"fails": True})))}
 
 
 def broken(rank: int, config: dict[str, Any]) -> dict[str, str]:
@@ -91,7 +137,7 @@ def broken(rank: int, config: dict[str, Any]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("asynchronous")
-    write_small_task(folder)
+    write_task(folder)
     return folder / "runs", spawn_world(run_all, WORLD, folder, timeout_s=500)
 
 
@@ -121,6 +167,24 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: tuple[Pat
     assert any("eval/score" in row for row in lines_of(runs / "k0" / "metrics.jsonl"))
 
 
+def test_turns_without_staleness_are_the_synchronous_run_and_with_it_pushes_cut_them(task: tuple[Path, Any]) -> None:
+    runs, found = task
+    result = compare(runs / "turns_sync", runs / "turns_k0")
+    assert [name for name in result.differing if not name.startswith((*OWN, "state.json"))] == []
+    assert samples_of(runs / "turns_sync") == samples_of(runs / "turns_k0")
+    rows = lines_of(runs / "turns_k0" / "metrics.jsonl")
+    assert any(row.get("reward/no_verdict/tool_down") for row in rows), "counted as in a synchronous run"
+    ahead = lines_of(runs / "turns_k2" / "metrics.jsonl")
+    assert all(row["rollout/token_age_max"] <= STALENESS for row in ahead) and ahead[-1]["rollout/token_age_max"] == STALENESS
+    assert sum(row["rollout/requests_cut"] for row in ahead) > 0 and max(row["rollout/turns_mean"] for row in ahead) > 1.2
+    log = (runs / "turns_k2" / "events" / "replica-0.log").read_text()
+    assert "\no " in log and log.count("\nv ") == STEPS * 16, "answers, and the rollout half's verdicts"
+    assert any(row.get("reward/no_verdict/unsure") for row in rows + ahead)
+    for one in found[:2]:
+        assert one["fault"].startswith("EnvironmentFault: rank 2 of the rollout half: environment ")
+        assert "play raised ValueError: no tool" in one["fault"] and "turn 0 of sample" in one["fault"]
+
+
 def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[Path, Any]) -> None:
     rows = lines_of(task[0] / "k2" / "metrics.jsonl")
     ages = [row["rollout/token_age_max"] for row in rows]
@@ -128,6 +192,9 @@ def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[P
     assert all(
         row["rollout/age_max"] <= STALENESS and row["rollout/token_age_mean"] <= row["rollout/token_age_max"] for row in rows
     )
+    for row in rows:
+        shares = [row[f"rollout/token_age_share/{age}"] for age in range(STALENESS + 1)]
+        assert sum(shares) == pytest.approx(1) and row["rollout/token_age_mean"] == pytest.approx(shares[1] + 2 * shares[2])
     assert sum(row["rollout/requests_cut"] for row in rows) > 0 < sum(row["rollout/tokens_recomputed"] for row in rows)
 
 
@@ -153,6 +220,9 @@ def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> 
     checkpoint = runs / "resumed" / "checkpoints" / "step-3"
     assert sorted(json.loads((checkpoint / "state.json").read_text())["loader"]["ahead"]["rows"]) == ["4", "5"]
     assert "rollout-0.bin" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+    planned = plan_run(load_config(str(runs / "k2" / "config.yaml"), []), WORLD, "cpu", resume=True).plan
+    sizes = [file.stat().st_size for file in (runs / "k2" / "checkpoints").glob("*/rollout-0.bin")]
+    assert in_flight_bytes(planned) / 4 < max(sizes) <= in_flight_bytes(planned)
     result = compare(runs / "k2", runs / "resumed")
     # What runs at a hand-over is the clock's; the push of a resume finds nothing running.
     measured = ("rollout/running", "rollout/requests_cut of step 4", "rollout/tokens_recomputed of step 4")
@@ -175,8 +245,62 @@ def test_without_its_events_other_pauses_make_another_run_of_the_same_samples(ta
 def test_a_checkpoint_of_the_cursor_alone_loses_prompts_and_the_ledger_says_so(task: tuple[Path, Any]) -> None:
     runs, found = task
     assert all("samples were lost or trained on twice: 128 asked for, 96 trained on" in one["lossy"] for one in found[:2])
-    ours, theirs = samples_of(runs / "k2"), samples_of(runs / "lossy")
-    assert [one["id"] for key, one in sorted(ours.items())] != [one["id"] for key, one in sorted(theirs.items())]
+    same, lossy = compare_samples(runs / "k2", runs / "resumed"), compare_samples(runs / "k2", runs / "lossy")
+    assert (same.differing, same.samples) == ((), STEPS * 16)
+    assert "ledger" in lossy.differing and any(name.startswith("sample ") for name in lossy.differing)
+
+
+def test_killed_ranks_of_both_halves_lose_no_prompt_and_none_trains_twice(task: tuple[Path, Any]) -> None:
+    """A rank that trains and one that generates, at random moments, with two steps in flight."""
+    runs, chance = task[0], random.Random(7)
+    config = config_of(runs.parent, "killed", STALENESS, **{"checkpoint.save_every": 1, "checkpoint.asynchronous": True})
+    victims = chance.sample([chance.randrange(WORLD - 1), WORLD - 1], 2)
+    for step, victim in zip((2, 4), victims):
+        with pytest.raises(WorldError):
+            spawn_world(run_until_killed, WORLD, config, victim, step, chance.uniform(0.0, 0.4), step > 2)
+        done = len(lines_of(runs / "killed" / "metrics.jsonl"))
+        assert step <= done < STEPS
+        at = last_section(runs / "killed" / "stacks", victim)  # the others may end by an error before they are killed
+        assert at is not None and (at in (GENERATING, TRAINING_HALF)) == (victim == WORLD - 1), at
+    spawn_world(run_until_killed, WORLD, config, -1, 0, 0.0, True)
+    found = compare_samples(runs / "k2", runs / "killed")
+    assert (found.differing, found.samples) == ((), STEPS * 16)
+
+
+def test_prompts_chosen_by_scores_are_those_of_the_synchronous_run_without_staleness(task: tuple[Path, Any]) -> None:
+    """Dynamic sampling, a step that is drawn again, and a curriculum; also the greedy responses of remax."""
+    runs, _ = task
+    for which in ("scores", "greedy"):
+        found = compare(runs / f"{which}_sync", runs / f"{which}_k0")
+        assert [name for name in found.differing if not name.startswith((*OWN, "state.json"))] == []
+    assert state_of(runs / "scores_sync") == state_of(runs / "scores_k0")
+    assert samples_of(runs / "scores_sync") == samples_of(runs / "scores_k0")
+    for name in ("scores_k0", "scores_k2"):
+        rows = [row for row in lines_of(runs / name / "metrics.jsonl") if "rollout/rounds" in row]
+        assert len(rows) == STEPS and max(row["rollout/rounds"] for row in rows) == 3
+        assert rows[-1]["rollout/prompts_skipped"] > 0 and rows[0]["reward/no_verdict/redrawn"] == 32
+
+
+def test_prompts_chosen_by_scores_are_the_same_after_a_resume_and_all_are_accounted_for(task: tuple[Path, Any]) -> None:
+    """A run that failed in a further round of a step goes on with its first one, which has begun, and draws the others again."""
+    runs, found = task
+    failed = {one["failed by scores"] for one in found[:2]}.pop()
+    assert re.fullmatch("RewardError: in step [456]", failed)
+    result = compare(runs / "scores_k2", runs / "scores_resumed")
+    measured = ("rollout/running", *(f"rollout/{one} of {failed[-6:]}" for one in ("requests_cut", "tokens_recomputed")))
+    assert [name for name in result.differing if not name.startswith(measured)] == []
+    ours = samples_of(runs / "scores_k2")
+    assert ours == samples_of(runs / "scores_resumed")
+    logs = [(runs / name / "events" / "replica-0.log").read_bytes() for name in ("scores_k2", "scores_resumed")]
+    assert logs[0] == logs[1]
+    ids = [[one["id"] for key, one in sorted(samples.items())] for samples in (ours, samples_of(runs / "scores_k0"))]
+    assert ids[0] != ids[1]  # scores came two steps later
+    rows = lines_of(runs / "scores_k2" / "metrics.jsonl")
+    assert all(0 <= row["rollout/token_age_mean"] <= row["rollout/token_age_max"] <= STALENESS for row in rows)
+    ledger = json.loads((runs / "scores_k2" / "checkpoints" / f"step-{STEPS}" / "state.json").read_text())["loader"]["ledger"]
+    assert ledger["left_out"]["no spread"] == sum(4 * row["rollout/prompts_replaced"] for row in rows)
+    assert ledger["left_out"]["redrawn"] == sum(row.get("reward/no_verdict/redrawn", 0) for row in rows)
+    assert ledger["asked"] == ledger["trained"] + sum(ledger["left_out"].values())
 
 
 def test_what_does_not_fit_is_refused_in_one_line_on_every_rank(task: tuple[Path, Any]) -> None:

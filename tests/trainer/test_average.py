@@ -25,7 +25,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.compose import Scored
 from megappo.trainer import extras, rollout_side
 from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
-from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
 
@@ -161,22 +161,22 @@ def run_all(rank: int, folder: Path) -> str:
     """Whole and resumed runs of both engines, and one whose average stays in the sampler: its error."""
     for engine in ENGINES:
         run_many(rank, [(config_of(folder, engine, engine), False)])
-        first = config_of(folder, f"{engine}-resumed", engine, steps=STEPS - 1)
-        run_many(rank, [(first, False), (config_of(folder, f"{engine}-resumed", engine), True)])
+        branch_off(folder, engine, f"{engine}-resumed", STEPS - 1)
+        run_many(rank, [(config_of(folder, f"{engine}-resumed", engine), True)])
     keys = {**WITHOUT, **STEERED}
     with mock.patch.object(extras, "ENTROPY_STEP", 0.25):  # a change that is seen in a few steps
         run_many(rank, [(config_of(folder, "steered", "megatron", **keys), False)])
-        for steps, resume in ((STEPS - 1, False), (STEPS, True)):
-            run_many(rank, [(config_of(folder, "steered-resumed", "megatron", steps, **keys), resume)])
+        branch_off(folder, "steered", "steered-resumed", STEPS - 1)
+        run_many(rank, [(config_of(folder, "steered-resumed", "megatron", **keys), True)])
     run_many(rank, [(config_of(folder, "refreshed", "megatron", **REFRESHED), False)])
-    for steps, resume in ((STEPS - 1, False), (STEPS, True)):
-        run_many(rank, [(config_of(folder, "refreshed-resumed", "megatron", steps, **REFRESHED), resume)])
+    branch_off(folder, "refreshed", "refreshed-resumed", STEPS - 1)
+    run_many(rank, [(config_of(folder, "refreshed-resumed", "megatron", **REFRESHED), True)])
     for steps, resume in ((STEPS - 1, False), (STEPS, True)):  # the policy's engine is not the reference's
         run_many(rank, [(config_of(folder, "from-ema", "megatron", steps, **FROM_EMA), resume)])
     with unscored_step(2):
         run_many(rank, [(config_of(folder, "unscored", "megatron", **WITHOUT, **{"reward.max_without_verdict": 1.0}), False)])
     # A checkpoint without an average, and under the other engine.
-    run_many(rank, [(config_of(folder, "late", "megatron", 1, **WITHOUT), False)])
+    branch_off(folder, "unscored", "late", 1)
     run_many(rank, [(config_of(folder, "late", "fsdp2", 2), True)])
     plain = rollout_side.RolloutSide.push_weights
 

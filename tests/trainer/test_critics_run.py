@@ -14,7 +14,16 @@ import pytest
 from megappo.commands.plan.report import report
 from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
-from tests.trainer.small_run import NUMBERS, TOLERANCE, check_same_numbers, run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import (
+    NUMBERS,
+    TOLERANCE,
+    branch_off,
+    check_same_numbers,
+    run_many,
+    set_keys,
+    small_config,
+    write_small_task,
+)
 from tests.worlds import spawn_world
 
 STEPS, SAVED = 4, 2
@@ -48,7 +57,8 @@ def run_apart(rank: int, folder: Path) -> dict[str, str]:
     two that start from the critics of a checkpoint, straight and crossed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run_many(rank, [(config_of(folder, "apart", **APART), False)])
-    run_many(rank, [(config_of(folder, "resumed", SAVED, **APART), False), (config_of(folder, "resumed", **APART), True)])
+    branch_off(folder, "apart", "resumed", SAVED)
+    run_many(rank, [(config_of(folder, "resumed", **APART), True)])
     said = ""
     try:
         alone = {**APART, "critic.ranks": "1", "critics": {}}

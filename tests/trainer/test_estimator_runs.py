@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
+from benchmarks.reliability.compare import compare
+from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, taught, write_small_task, write_teacher
 from tests.worlds import spawn_world
 
 STEPS = 3
@@ -40,6 +41,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm.importance_sampling": {"type": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
     },
     "cispo": {"algorithm.estimator": "rloo", "algorithm.loss.type": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
+    # From a teacher alone.
+    "taught": {"algorithm.estimator": "reinforce_plus_plus", "algorithm.kl": {"placement": "none"}, "reward.parts": []},
 }
 
 
@@ -49,6 +52,7 @@ WITH_CRITIC: dict[str, dict[str, Any]] = {
         "algorithm.estimator": {"type": "vtrace", "rho_bar": 2.0, "c_bar": 1.0},
         "algorithm.bootstrap_truncated": "last",
     },
+    "taught critic": {"teacher.parallel": {"tp": 2}, "checkpoint.save_every": 1},
 }
 USUAL = {"rollout.engine": "megatron", "rollout.samples_per_prompt": 4, "trainer.eval_every": 0, "checkpoint.save_every": 0}
 
@@ -57,16 +61,23 @@ def config_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     """The small run without the keys of the critic."""
     config = small_config(folder, name, steps=STEPS)
     del config["critic"], config["algorithm"]["bootstrap_truncated"]
-    if name == "dr_grpo":
+    if name in ("dr_grpo", "taught"):
         del config["reference"]
-    return set_keys(config, {**USUAL, **RUNS[name], **changes})
+    own = taught(folder, placement="advantage", coef=0.5) if name == "taught" else {}
+    return set_keys(config, {**USUAL, **own, **RUNS[name], **changes})
+
+
+def with_critic(folder: Path, name: str, keys: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    own = taught(folder, placement="reward", coef=0.5) if "taught" in name else {}
+    return set_keys(small_config(folder, name.replace(" ", "_"), steps=steps), {**USUAL, **own, **keys})
 
 
 def run_all(rank: int, folder: Path) -> str:
     """All runs; grpo is resumed to one step more than it had. Returns the message of a resume with a critic."""
     run_many(rank, [(config_of(folder, name), False) for name in RUNS])
-    with_critic = [(set_keys(small_config(folder, name, steps=2), {**USUAL, **keys}), False) for name, keys in WITH_CRITIC.items()]
-    run_many(rank, with_critic)
+    run_many(rank, [(with_critic(folder, name, keys), False) for name, keys in WITH_CRITIC.items()])
+    branch_off(folder, "taught_critic", "taught_half", 1)
+    run_many(rank, [(with_critic(folder, "taught_half", WITH_CRITIC["taught critic"]), True)])
     run_many(rank, [(config_of(folder, "grpo", **{"trainer.steps": STEPS + 1}), True)])
     try:
         run_many(rank, [(small_config(folder, "grpo", steps=STEPS + 2), True)])
@@ -79,6 +90,7 @@ def run_all(rank: int, folder: Path) -> str:
 def task(tmp_path_factory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("estimators")
     write_small_task(folder)
+    write_teacher(folder)
     return folder, spawn_world(run_all, 2, folder, timeout_s=400)
 
 
@@ -143,16 +155,36 @@ def test_the_plan_has_no_critic(task) -> None:
 @pytest.mark.parametrize("name", WITH_CRITIC)
 def test_estimators_with_a_critic_train_it(task, name: str) -> None:
     folder, _ = task
-    found = rows(folder, name)
+    found = rows(folder, name.replace(" ", "_"))
     assert len(found) == 2
     for row in found:
         assert row["critic/updates"] == row["policy/updates"] > 0 and row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0
     if name == "vtrace":
         # The sampler has the policy's weights: ratios are 1 but for rounding.
         assert all(abs(row["policy/correction_max"] - 1) < 1e-3 and row["policy/correction_cut"] == 0 for row in found)
+    elif name == "taught critic":
+        for row in found:
+            penalty = row["kl/coef"] * row["kl/per_response"] + 0.5 * row["kl/teacher_per_response"]
+            assert row["reward/shaped_mean"] == pytest.approx(row["reward/score_mean"] - penalty, abs=1e-5) and penalty > 0.1
     else:
         # One turn for a response: its return is its reward, and none follows it with another.
         assert all(row["critic/return_max"] == pytest.approx(row["reward/shaped_max"], abs=1e-5) for row in found)
+
+
+def test_a_teacher_alone_is_the_advantage(task) -> None:
+    folder, _ = task
+    found = rows(folder, "taught")
+    for row in found:
+        assert row["policy/advantage_mean"] == pytest.approx(-0.5 * row["kl/teacher_per_token"], abs=1e-6)
+        assert row["reward/score_mean"] == row["reward/score_std"] == 0 and "kl/per_token" not in row
+    assert found[-1]["kl/teacher_per_token"] < found[0]["kl/teacher_per_token"] - 0.05, "it comes nearer to the teacher"
+
+
+def test_a_resume_with_a_teacher_is_the_run_bit_for_bit(task) -> None:
+    """And it is the same teacher's: another one, or none, is refused (tests/checkpoint/test_identity.py)."""
+    folder, _ = task
+    found = compare(folder / "runs" / "taught_critic", folder / "runs" / "taught_half")
+    assert found.tensors > 40 and found.values > 100 and found.differing == ()
 
 
 def test_remax_draws_the_greedy_responses_of_the_weights_at_hand(task) -> None:

@@ -87,6 +87,29 @@ def test_advantages_are_those_of_the_loops(estimator, changes):
         torch.testing.assert_close(found["raw_advantage"], advantage, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("estimator", schema.ESTIMATORS)
+def test_a_teachers_kl_may_join_the_advantages_alone(estimator):
+    """After the estimator and whitening; rewards and returns are those without it."""
+    batch, plain = whole_batch(), shaped(algorithm(estimator))[0]
+    found, _ = shaped(algorithm(estimator, distillation={"placement": "advantage", "coef": 0.7}))
+    kl = torch.where(batch["response_mask"], batch["logprob"] - batch["teacher_logprob"], 0.0)
+    assert found.keys() == plain.keys() and float(kl.abs().max()) > 0.3
+    for name in found:
+        want = plain[name] - 0.7 * kl if name in ("advantage", "raw_advantage") else plain[name]
+        torch.testing.assert_close(found[name], want, rtol=0, atol=1e-6)
+
+
+def test_a_teacher_alone_is_the_kl_of_each_token():
+    """Two ways to write it: discount 0 of a reward, or beside the advantages of a reward of 0."""
+    batch, none = whole_batch(), torch.zeros(len(TURNS))
+    want = torch.where(batch["response_mask"], batch["teacher_logprob"] - batch["logprob"], 0.0)
+    undiscounted = {"placement": "none", "gamma": 0.0, "whiten_advantages": False, "distillation": {"placement": "reward"}}
+    beside = {"placement": "none", "distillation": {"placement": "advantage"}}
+    for changes in (undiscounted, beside):
+        found = add_advantages(Experience.of_whole(batch), none, 0.0, algorithm("reinforce_plus_plus", **changes)).experience.batch
+        torch.testing.assert_close(found["advantage"], want, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("estimator", COMPARED)
 def test_advantages_of_the_wrong_group_are_noticed(estimator):
     found, _ = shaped(algorithm(estimator))

@@ -16,12 +16,11 @@ import yaml
 from megappo.commands.export.export import export_checkpoint
 from megappo.commands.generate.answer import Texts, answer
 from megappo.config.loading import load_config
-from megappo.config.schema import SftConfig
+from megappo.config.supervised import SftConfig
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.parallel.device import start_alone
-from megappo.trainer.prepare.checks import check_run
-from megappo.trainer.prepare.data import load_sft_data
-from megappo.trainer.sft import train_sft
+from megappo.trainer.main import train
+from megappo.trainer.prepare.run import prepare_run
 from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
@@ -71,7 +70,8 @@ def sft(folder: Path) -> None:
     path = folder / "sft.yaml"
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [], SftConfig)
-    train_sft(loaded, load_sft_data(loaded, check_run(loaded, 1, "cpu").archs["policy"]))
+    train(loaded, prepare_run(loaded, 1, "cpu").data, resume=False)
+    torch.distributed.destroy_process_group()
 
 
 def export(folder: Path, run: str, name: str, **which: Any) -> None:

@@ -18,9 +18,9 @@ from tests.worlds import spawn_world
 
 LENGTHS = torch.tensor([3, 4, 2, 5])
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
-FIELDS = ("logprob", "value", "ref_logprob", "rollout_logprob")
+FIELDS = ("logprob", "value", "ref_logprob", "teacher_logprob", "rollout_logprob")
 # A replica for each of the four samples, of lengths 3, 4, 2, 5: the longest goes to the first.
-SHARES = dict.fromkeys(("policy", "critic", "reference"), Shares.of_ranks([3, 1, 0, 2]))
+SHARES = dict.fromkeys(("policy", "critic", "reference", "teacher"), Shares.of_ranks([3, 1, 0, 2]))
 
 
 def batch(field: str = "", places: tuple[int, ...] = (), wrong: float = torch.nan) -> PackedBatch:
@@ -47,6 +47,11 @@ CASES = [
         "value of the critic is NaN or infinite at 2 sampled tokens, the first of sample 1, computed by rank 1 ",
     ),
     ("ref_logprob", (8,), "ref_logprob of the reference is NaN or infinite at a sampled token, the first of sample 2, computed by"),
+    (
+        "teacher_logprob",
+        (2,),
+        "teacher_logprob of the teacher is NaN or infinite at a sampled token, the first of sample 0, computed",
+    ),
     (
         "rollout_logprob",
         (13,),

@@ -15,7 +15,7 @@ from tests.rewards.flaky_server import FAILING, FlakyServer
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS, SAMPLES, TOKENS = 12, 64, 6
+STEPS, SAMPLES, TOKENS = 9, 64, 6  # after six it depends on which requests fail whether all is learned
 WITHIN = 0.02  # of a score from 0 to 1
 
 
@@ -36,6 +36,7 @@ def config_of(folder: Path, name: str, part: dict[str, Any]) -> dict[str, Any]:
     del config["reference"]
     changes = {
         "rollout.engine": "megatron",
+        "policy.optimizer.lr": 3e-3,
         "rollout.samples_per_prompt": SAMPLES // 16,
         "reward": {"parts": [part]},
         "algorithm.kl": {"placement": "none"},

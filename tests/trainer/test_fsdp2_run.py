@@ -4,7 +4,6 @@ that resume to the bit, and under the other engine to rounding, and the push int
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-import yaml
 
-from tests.trainer.small_run import NUMBERS, check_same_numbers, small_config, write_small_task
+from tests.trainer.small_run import NUMBERS, branch_off, check_same_numbers, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS, MINI_BATCH = 2, 8
@@ -30,7 +28,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp2": FSDP2,
     "mixed": {"critic.engine": "fsdp2", "critic.parallel": {}, "reference.engine": "fsdp2"},
     "cut": CUT,
-    "vllm": {**FSDP2, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
     "vllm-cut": {**CUT, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
     # Rank 1 has no role but the rollout's: it knows the policy's shards without its engine.
     "placed": {
@@ -51,36 +48,18 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return small_config(folder, name, steps=STEPS, **changes)
 
 
-def run(folder: Path, name: str, kind: str, *, resume: bool = False, stop: bool = False) -> None:
-    from megappo.commands.plan.run import plan_run
-    from megappo.config.loading import load_config
-    from megappo.runtime.ending import StopRequest
-    from megappo.trainer.main import train
-
-    rank = torch.distributed.get_rank()
-    path = folder / f"{name}.{rank}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, name, kind)))
-    loaded, asked = load_config(str(path), []), StopRequest()
-    if stop:
-        asked.received = signal.SIGTERM
-    train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume, stop=asked)
-
-
-# name -> the engine that starts the run, and the one that resumes it after its first step
+# name -> the run whose first step it has, and the engine that resumes it there
 INTERRUPTED = {"interrupted": ("fsdp2", "fsdp2"), "to-megatron": ("fsdp2", "megatron"), "to-fsdp2": ("megatron", "fsdp2")}
 
 
 def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
     """Name of an interrupted run -> lines that its resume logs about what has changed."""
     said: dict[str, list[str]] = {}
-    for name in RUNS:
-        run(folder, name, name)
-    for name, (starts, resumes) in INTERRUPTED.items():
-        run(folder, name, starts, stop=True)
+    run_many(rank, [(config_of(folder, name, name), False) for name in RUNS])
+    for name, (begins, resumes) in (INTERRUPTED | {"recut": ("fsdp2", "cut")}).items():
+        branch_off(folder, begins, name, 1)
         with mock.patch("megappo.trainer.run_facts.warn_once", lambda _, __, line: said.setdefault(name, []).append(line)):
-            run(folder, name, resumes, resume=True)
-    run(folder, "recut", "fsdp2", stop=True)
-    run(folder, "recut", "cut", resume=True)
+            run_many(rank, [(config_of(folder, name, resumes), True)])
     return said
 
 
@@ -174,7 +153,7 @@ def test_a_step_of_the_other_engine_is_exported(folder: Path) -> None:
     assert any(not torch.equal(fsdp2[name], tensor) for name, tensor in weights(folder, "interrupted").items())
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm-cut", "placed"])
+@pytest.mark.parametrize("name", ["vllm-cut", "placed"])
 def test_vllm_samples_with_the_pushed_weights(folder: Path, name: str) -> None:
     for row in rows(folder, name):
         assert row["rollout/push_verified"] == 1.0

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from benchmarks.reliability.compare import MEASURED
+from tests.forked_commands import run_command
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -52,12 +53,12 @@ def runs(tmp_path_factory) -> Runs:
     place = tmp_path_factory.mktemp("launcher")
     write_small_task(place)
     private = {**KEYS, "run.permissions": "private"}
+    spawn_world(run_many, 2, [(config_of(place, "whole", WHOLE, **KEYS), False)], timeout_s=500)
     gone_s, in_use = start_and_kill(place, config_of(place, "killed", ENDLESS, **private))
     saved = (int(path.name.removeprefix("step-")) for path in (place / "runs/killed/checkpoints").glob("step-*"))
     step = max(saved) + MORE
     assert step <= WHOLE
-    resumed = config_of(place, "killed", step, **private)
-    spawn_world(run_many, 2, [(resumed, True), (config_of(place, "whole", WHOLE, **KEYS), False)], timeout_s=500)
+    spawn_world(run_many, 2, [(config_of(place, "killed", step, **private), True)], timeout_s=500)
     return Runs(place / "runs", gone_s, in_use, step)
 
 
@@ -83,7 +84,8 @@ def start_and_kill(place: Path, config: dict) -> tuple[float, str]:
         assert len(ranks) >= 2, (place / "killed.log").read_text()
         for rank in ranks:
             rank.suspend()  # or they would make many steps meanwhile
-        second = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True)
+        # A fork asks at once. A new interpreter may import for longer than the first launcher waits for a rank's sign of life.
+        second = run_command(*command[3:], "--resume", cwd=place)
         assert second.returncode == 2, second.stderr
         for rank in ranks:
             rank.resume()

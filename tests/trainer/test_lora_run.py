@@ -4,7 +4,6 @@ base in 8 bits too, the push into vLLM, exports, and a critic that starts from a
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +12,8 @@ import peft
 import pytest
 import torch
 import transformers
-import yaml
 
-from tests.trainer.small_run import small_config, write_small_task
+from tests.trainer.small_run import branch_off, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS, MINI_BATCH = 2, 8
@@ -60,26 +58,15 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return config
 
 
-def run(folder: Path, name: str, kind: str, *, resume: bool = False, stop: bool = False) -> None:
-    from megappo.commands.plan.run import plan_run
-    from megappo.config.loading import load_config
-    from megappo.runtime.ending import StopRequest
-    from megappo.trainer.main import train
-
-    rank = torch.distributed.get_rank()
-    path = folder / f"{name}.{rank}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, name, kind)))
-    loaded, asked = load_config(str(path), []), StopRequest()
-    if stop:
-        asked.received = signal.SIGTERM
-    train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume, stop=asked)
+def run(folder: Path, name: str, kind: str, *, resume: bool = False) -> None:
+    run_many(torch.distributed.get_rank(), [(config_of(folder, name, kind), resume)])
 
 
 def run_all(rank: int, folder: Path) -> dict[str, str]:
     """Messages of refused runs."""
     for name in RUNS:
         run(folder, name, name)
-    run(folder, "interrupted", "lora", stop=True)
+    branch_off(folder, "lora", "interrupted", 1)
     found = {"resumed without adapters": message(lambda: run(folder, "interrupted", "full", resume=True))}
     RUNS["other_rank"] = {**BOTH, "policy.lora": {**IN_8_BITS, "rank": 3}}
     RUNS["other_base"] = {**BOTH, "policy.lora": LORA}
@@ -90,7 +77,7 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
     found["critic from a full one"] = message(lambda: run(folder, "from_full", "from_full"))
     # On one rank of the two: the checkpoint is of two.
     RUNS["fewer"] = {**BOTH, "policy.ranks": "0", "rollout.ranks": "0", "critic.ranks": "1"}
-    run(folder, "fewer", "lora", stop=True)
+    branch_off(folder, "lora", "fewer", 1)
     run(folder, "fewer", "fewer", resume=True)
     with mock.patch("megappo.engine.fsdp2_lora.Adapters.off", lambda self: mock.MagicMock()):
         run(folder, "reference_on", "shared")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-import yaml
 
 from megappo.config.schema import RolloutConfig
-from tests.trainer.small_run import small_config, write_small_task
+from tests.trainer.small_run import branch_off, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS, MINI_BATCH = 2, 8
@@ -71,26 +69,12 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return config
 
 
-def run(folder: Path, name: str, kind: str, *, resume: bool = False, stop: bool = False) -> None:
-    from megappo.commands.plan.run import plan_run
-    from megappo.config.loading import load_config
-    from megappo.runtime.ending import StopRequest
-    from megappo.trainer.main import train
-
-    path = folder / f"{name}.{torch.distributed.get_rank()}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, name, kind)))
-    loaded, asked = load_config(str(path), []), StopRequest()
-    if stop:
-        asked.received = signal.SIGTERM
-    train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume, stop=asked)
-
-
 def run_all(rank: int, folder: Path) -> None:
     for name in RUNS:
         with FAULTS.get(name, contextlib.nullcontext)():
-            run(folder, name, name)
-    run(folder, "interrupted", "megatron", stop=True)
-    run(folder, "interrupted", "megatron", resume=True)
+            run_many(rank, [(config_of(folder, name, name), False)])
+    branch_off(folder, "megatron", "interrupted", 1)
+    run_many(rank, [(config_of(folder, "interrupted", "megatron"), True)])
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.worlds import spawn_world
 
 STEPS = 3
 AGREEMENT = 1e-5  # of probabilities, fp32
-_CONFIG = dict(
+_CONFIG: dict[str, Any] = dict(
     **SIZES,
     head_dim=32,
     bos_token_id=1,
@@ -28,18 +28,32 @@ _CONFIG = dict(
     pad_token_id=0,
     initializer_range=0.1,
 )
-EXPERTS = dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+EXPERTS: dict[str, Any] = dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+LATENT: dict[str, Any] = dict(
+    **(dict(moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=1)),
+    **(dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, head_dim=8)),
+)
+DELTA: dict[str, Any] = dict(
+    **EXPERTS, shared_expert_intermediate_size=24, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4
+)
+DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=12)
+NO_PAD: dict[str, Any] = dict(pad_token_id=None)  # its embedding would be zero, which a norm widens a thousand times
+OSS: dict[str, Any] = dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=4)
 WINDOW = 4
 TP_SP_EP = {"tp": 2, "sequence_parallel": True, "ep": 2}
 
 
 def write_models(folder: Path) -> None:
-    """moe/ and window/ below `folder`, each with the small task's tokenizer beside it."""
+    """Folders of the models below `folder`, each with the small task's tokenizer beside it."""
     write_small_task(folder)
     torch.manual_seed(0)
     models = {
         "moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_CONFIG, **EXPERTS)),
         "window": transformers.MistralForCausalLM(transformers.MistralConfig(**_CONFIG, sliding_window=WINDOW)),
+        "oss": transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**_CONFIG, **OSS})),
+        "gemma": transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_CONFIG, sliding_window=WINDOW)),
+        "delta": transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**{**_CONFIG, **DELTA, **NO_PAD})),
+        "latent": transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**_CONFIG, **LATENT})),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -68,10 +82,10 @@ def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tupl
     run_many(rank, runs)
     real = WeightSync.push
 
-    def push_once(sync: WeightSync, version: int, verify: bool = True) -> dict[str, float]:
-        if sync._engine._version is None:
-            return real(sync, version, verify)
-        sync._engine.weights_changed(version)
+    def push_once(self: Any, version: int, verify: bool = True) -> dict[str, float]:
+        if self._engine._version is None:
+            return real(self, version, verify)
+        self._engine.weights_changed(version)
         return {"seconds": 0.0}
 
     WeightSync.push = push_once
@@ -87,6 +101,13 @@ def runs(tmp_path_factory) -> Path:
     moe |= {"policy.router_aux_coef": 0.01, "critic.router_aux_coef": 0.01}
     window = {"policy.parallel": {"cp": 2}, "critic.parallel": {"pp": 2}, "rollout.tp": 2}
     runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
+    latent = {"policy.parallel": TP_SP_EP, "critic.parallel": {"ep": 2}, "policy.router_bias_rate": 0.01}
+    runs += [(config_of(folder, "latent", "latent", **latent, **{"rollout.engine": "megatron"}), False)]
+    delta = {"policy.parallel": TP_SP_EP, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron", "trainer.steps": 2}
+    runs += [(config_of(folder, "delta", "delta", **delta), False)]
+    runs += [(config_of(folder, "oss", "oss", **latent | {"policy.router_bias_rate": 0.0, "trainer.steps": 2}), False)]
+    gemma = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron"}
+    runs += [(config_of(folder, "gemma", "gemma", **gemma), False)]
     # One update a step, so that every ratio is of the policy to itself.
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
     cut |= {"algorithm.entropy.coef": 0.01}
@@ -107,10 +128,12 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if "policy/loss" in row]
 
 
-@pytest.mark.parametrize("name", ["moe", "window"])
-def test_the_sampler_follows_the_trained_policy(runs: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name, steps", [("moe", STEPS), ("window", STEPS), ("latent", STEPS), ("oss", 2), ("gemma", STEPS), ("delta", 2)]
+)
+def test_the_sampler_follows_the_trained_policy(runs: Path, name: str, steps: int) -> None:
     rows = steps_of(runs, name)
-    assert len(rows) == STEPS
+    assert len(rows) == steps
     for row in rows:
         assert row["rollout/prob_diff_max"] < AGREEMENT
         assert row["policy/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["policy/skipped_updates"] == 0

@@ -103,7 +103,7 @@ def test_twins_differ_in_their_engines_alone():
 
 # a recipe, an override that its model cannot carry, what the message says
 TOO_WIDE = [
-    ("gsm8k_qwen2.5_0.5b", "policy.parallel.tp=4", "2 KV heads"),
+    ("gsm8k_qwen2.5_0.5b", "policy.parallel.tp=4", "14 attention heads"),
     ("gsm8k_qwen2.5_1.5b_megatron", "critic.parallel.pp=8", "28 layers"),
     ("gsm8k_qwen2.5_1.5b_fsdp2", "critic.parallel.pp=7", "critic.engine is fsdp2"),
     ("gsm8k_deepseek_7b_chat", "critic.parallel.pp=4", "does not divide the 8 ranks"),

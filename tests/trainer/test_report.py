@@ -189,11 +189,23 @@ def test_a_step_without_a_sampled_token_has_no_loss_and_only_moments_of_nothing_
 def test_what_did_not_happen_is_not_reported():
     without = metrics_of(record(fields={name: x for name, x in FIELDS.items() if name != "ref_logprob"}))
     assert not [name for name in without if name.startswith("kl/")]
+    taught = {name: x for name, x in FIELDS.items() if name != "ref_logprob"} | {"teacher_logprob": FIELDS["ref_logprob"]}
+    assert {name for name in metrics_of(record(fields=taught)) if name.startswith("kl/")} == {
+        "kl/teacher_per_token",
+        "kl/teacher_per_response",
+    }
     assert "policy/loss" not in without and without["policy/updates"] == 0, "a critic warm-up step"
     assert "policy/kl_loss" not in metrics_of(record(POLICY_SUMS))
     assert metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))["policy/kl_loss"] == pytest.approx(0.4)
     texts = {"ptx_sum": 21.0, "ptx_tokens_sum": 6.0}  # of their own number of tokens
     assert metrics_of(record({**POLICY_SUMS, **texts}))["policy/ptx_loss"] == pytest.approx(3.5)
+
+
+def test_the_kl_to_the_teacher_is_the_log_ratio_beside_that_to_the_reference():
+    metrics = metrics_of(record(fields={**FIELDS, "teacher_logprob": [0.0, 0, -3.0, -2.5, 0, -0.5, -1.0, -1.5]}, kl_estimator="k2"))
+    assert metrics["kl/teacher_per_token"] == pytest.approx((2.0 + 0.5 + 0.0 + 0.5 + 0.5) / 5)
+    assert metrics["kl/teacher_per_response"] == pytest.approx(3.5 / 2)
+    assert metrics["kl/per_token"] == pytest.approx((3 * 0.125 + 0.5) / 5) and metrics["kl/per_response"] == pytest.approx(0.25)
 
 
 K3 = [math.expm1(-d) + d for d in (0.5, -1.0, 0.5, 0.5, 0.0)]

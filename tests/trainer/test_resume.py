@@ -16,7 +16,8 @@ from tests.listening import WILDCARDS, Listener, Watch
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS, HALF = 12, 6
+STEPS, HALF = 6, 3
+EVALUATED = {"trainer.eval_every": HALF}  # as the last step of the first half is
 # Wall time, and what depends on it, is not part of the state.
 VOLATILE = (*MEASURED, "rollout/push_verified", "step")
 
@@ -26,10 +27,10 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     write_small_task(folder)
     # A profile changes nothing of what is compared below.
-    whole = small_config(folder, "whole", steps=STEPS, **{"telemetry.profile_steps": [2]})
-    first_half = small_config(folder, "halves", steps=HALF)
-    both_halves = small_config(folder, "halves", steps=STEPS)
-    other = small_config(folder, "other_seed", steps=HALF, **{"run.seed": 5})
+    whole = small_config(folder, "whole", steps=STEPS, **{**EVALUATED, "telemetry.profile_steps": [2]})
+    first_half = small_config(folder, "halves", steps=HALF, **EVALUATED)
+    both_halves = small_config(folder, "halves", steps=STEPS, **EVALUATED)
+    other = small_config(folder, "other_seed", steps=HALF, **{**EVALUATED, "run.seed": 5})
     with Watch() as watch:
         spawn_world(run_many, 2, [(whole, False), (first_half, False), (both_halves, True), (other, False)], timeout_s=500)
     (folder / "listeners.json").write_text(json.dumps(sorted(watch.seen)))
@@ -84,7 +85,8 @@ def test_a_profiled_step_has_a_trace_of_every_rank_that_names_the_stages(runs: P
 def test_statistics_of_a_run_are_logged_under_names_that_a_configuration_may_show(runs: Path) -> None:
     rows = [json.loads(line) for line in (runs / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
     names = metric_names(["exact_match", "has_eos"], ["policy", "critic", "reference"])
-    logged = {name for row in rows for name in row if not name.startswith(open_beginnings([]))}
+    beginnings = open_beginnings([])
+    logged = {name for row in rows for name in row if not name.startswith(beginnings)}
     assert logged - {"step", "time"} <= set(names)
     last = rows[-1]
     assert last["perf/work_tflop/update_policy/policy"] == pytest.approx(3 * last["perf/work_tflop/logprobs/policy"])

@@ -19,17 +19,17 @@ import torch
 from benchmarks.reliability.compare import MEASURED
 from megappo.data.loader import PassRates, PromptLoader
 from megappo.trainer.rounds import StepSamples
-from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS, HALF, PLACES, PROMPTS = 4, 2, 8, 60
-ROUNDS = {"grpo": 3, "halves": 3, "gae": 2, "part": 2}
-SAMPLES = {"grpo": 4, "halves": 4, "gae": 2, "part": 2}
+ROUNDS = {"grpo": 3, "gae": 2, "part": 2}
+SAMPLES = {"grpo": 4, "gae": 2, "part": 2}
 
 
-def config_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
+def config_of(folder: Path, name: str) -> dict[str, Any]:
     n = SAMPLES[name]
-    config = small_config(folder, name, steps=steps)
+    config = small_config(folder, name, steps=STEPS)
     usual = {
         "rollout.engine": "megatron",
         "rollout.samples_per_prompt": n,
@@ -37,10 +37,10 @@ def config_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
         "algorithm.mini_batch_size": PLACES * n,
         "algorithm.dynamic_sampling": {"max_rounds": ROUNDS[name]},
         "telemetry": {"trajectories_every": 1, "trajectories_per_step": PLACES * n},
-        "checkpoint.save_every": 0,
+        "checkpoint.save_every": HALF,
     }
     del config["data"]["eval"], config["trainer"]["eval_every"]
-    if name in ("grpo", "halves"):
+    if name == "grpo":
         del config["critic"], config["algorithm"]["bootstrap_truncated"]
         usual["algorithm.estimator"] = "grpo"
     else:
@@ -67,18 +67,18 @@ def recorded(rounds: list[dict[str, Any]]) -> Iterator[None]:
 
 
 WEIGHTS = [0.0, 10.0, 10.0, 10.0, *[1.0] * (PROMPTS - 4)]
-CHOSEN = ("chosen", "chosen_halves")
+RESUMED = {"grpo": "halves", "chosen": "chosen_halves"}
 
 
-def chosen_config(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
+def chosen_config(folder: Path) -> dict[str, Any]:
     """Prompts by weight and pass rate, and rounds too."""
     changes = {
-        "run.name": name,
+        "run.name": "chosen",
         "data.train": str(folder / "data" / "weighted.jsonl"),
         "data.weight_key": "weight",
         "data.curriculum": {"min_chance": 0.25},
     }
-    return set_keys(config_of(folder, "grpo", steps), changes)
+    return set_keys(config_of(folder, "grpo"), changes)
 
 
 def write_weights(folder: Path) -> None:
@@ -89,18 +89,16 @@ def write_weights(folder: Path) -> None:
 
 def run_all(rank: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for name in ("grpo", "halves", "gae", "part"):
+    configs = {name: config_of(folder, name) for name in SAMPLES} | {"chosen": chosen_config(folder)}
+    for name, config in configs.items():
         found[name] = []
         with recorded(found[name]):
-            if name == "halves":
-                run_many(rank, [(config_of(folder, name, HALF), False), (config_of(folder, name), True)])
-            else:
-                run_many(rank, [(config_of(folder, name), False)])
-    found |= {"chosen": [], "chosen_halves": []}
-    with recorded(found["chosen"]):
-        run_many(rank, [(chosen_config(folder, "chosen"), False)])
-    with recorded(found["chosen_halves"]):
-        run_many(rank, [(chosen_config(folder, "chosen_halves", HALF), False), (chosen_config(folder, "chosen_halves"), True)])
+            run_many(rank, [(config, False)])
+    for whole, name in RESUMED.items():
+        branch_off(folder, whole, name, HALF)
+        found[name] = [one for step in steps_of(found[whole])[:HALF] for one in step]
+        with recorded(found[name]):
+            run_many(rank, [(set_keys(configs[whole], {"run.name": name}), True)])
     return found
 
 
@@ -165,7 +163,7 @@ def test_what_is_trained_on_is_what_the_rounds_leave(world, name: str) -> None:
         assert row["rollout/tokens_replaced"] == one["tokens"]
         assert row["reward/score_mean"] == pytest.approx(sum(one["scores"]) / len(one["scores"]))
         assert row["rollout/prob_diff_mean"] < 1e-4, "tokens and their log-probs were merged alike"
-        if name in ("grpo", "halves"):
+        if name == "grpo":
             assert row["reward/equal_groups"] == pytest.approx(one["left"] / PLACES)
         samples = trajectories(folder, name, step)
         assert [sample["sample"] for sample in samples] == list(range(PLACES * n))
@@ -192,7 +190,7 @@ def in_order(count: int) -> list[int]:
     return [loader.next_step()[0] for _ in range(count)]
 
 
-@pytest.mark.parametrize("names", [("grpo", "halves"), CHOSEN])
+@pytest.mark.parametrize("names", RESUMED.items())
 def test_a_resumed_run_goes_on_to_the_last_bit(world, names: tuple[str, str]) -> None:
     folder, (ours, _) = world
     whole, halves = (folder / "runs" / name / "checkpoints" / f"step-{STEPS}" for name in names)

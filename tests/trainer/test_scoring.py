@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.prompts import Prompt
 from megappo.rollout.build import RolloutElsewhere
-from megappo.rollout.types import Replica, Request, SamplingParams
+from megappo.rollout.types import BATCH, Replica, Request, SamplingParams
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress
 from tests.rollout.responses import answered
@@ -133,26 +135,42 @@ def streaming_world(rank: int) -> dict[str, Any]:
         slow = [one.verdicts.get("slow") for one in judged]
         return [Verdict(one.score if one is not None and not one.reason else -1.0, {}) for one in slow]
 
-    def step(poll_s: float, early: bool) -> tuple[float, Scored]:
+    def scorer_of(make: Any) -> Scorer:
         parts = {"slow": PoolPart("slow", make, 1), "batch": InlinePart("batch", batch, batch=True)}
         recipes = {"odd": {"slow": 1.0, "batch": 0.25, "model": 1.0}, "third": {"batch": 2.0, "slow": 2.0}}
-        scorer = Scorer(parts, Composition(recipes), operator.itemgetter("kind"), score_model=score_model)
+        return Scorer(parts, Composition(recipes), operator.itemgetter("kind"), score_model=score_model)
+
+    def judged(responses: list[Any]) -> list[Any]:
+        """The responses as the rollout half of an asynchronous run hands them over: verdicts are JSON."""
+        beside, found = scoring.RewardsBeside(scorer_of(Slow), tokenizer, ()), {}
+        for one in responses:
+            beside.start(7 * BATCH + one.number, one, prompts[one.number])
+        while len(found) < len(responses):
+            found |= json.loads(json.dumps(beside.take()))
+        beside.close()
+        return [replace(one, verdicts=found[str(7 * BATCH + one.number)]) for one in responses]
+
+    def step(poll_s: float, early: bool, elsewhere: bool = False) -> tuple[float, Scored]:
+        scorer = scorer_of(make)
         dist.barrier()
         begun = time.monotonic()
         begin = scoring.begin_rewards(prompts.__getitem__, tokenizer, scorer)
         assert begin is not None
         engine: Any = OneByOne(poll_s) if rank == 0 else RolloutElsewhere("one by one", None)
         responses = generate(engine, requests, SamplingParams(3), begin if early else None)
+        if elsewhere:
+            begin(judged(responses))
         scored = scoring.score_responses(collect(requests, responses), prompts.__getitem__, tokenizer, scorer)
         seconds = time.monotonic() - begun
         scorer.close()
         return seconds, scored
 
     found: dict[str, Any] = {}
-    for name, poll_s, early in (("plain", POLL_S, False), ("early", POLL_S, True), ("all at the end", 0.0, True)):
+    ways = {"plain": (POLL_S, False), "early": (POLL_S, True), "all at the end": (0.0, True), "elsewhere": (0.0, False, True)}
+    for name, way in ways.items():
         workers.clear()
         batches.clear()
-        seconds, scored = step(poll_s, early)
+        seconds, scored = step(*way)
         found[name] = {"seconds": seconds, "scored": scored, "calls": sum(one.calls for one in workers), "batches": [*batches]}
     fails_at = "0"
     with pytest.raises(RewardError) as raised:
@@ -211,13 +229,15 @@ def test_rewards_beside_generation_cost_the_longer_of_the_two(ranks: list[dict[s
 
 def test_early_rewards_are_the_same_to_the_last_bit_and_in_the_same_order(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        plain, *others = (vars(rank["streaming"][name]["scored"]) for name in ("plain", "early", "all at the end"))
+        ways = ("plain", "early", "all at the end", "elsewhere")
+        plain, *others = (vars(rank["streaming"][name]["scored"]) for name in ways)
         assert plain["no_verdict"] or ranks[0]["streaming"]["plain"]["scored"].no_verdict and plain["per_token"]
         assert not set(plain["total"]) <= {0.0} and {"slow.half", "slow.per_token", "model"} <= set(plain["parts"])
         for other in others:
             same = {name: value for name, value in other.items() if name not in ("seconds", "early_s")}
             assert repr(same) == repr({name: plain[name] for name in same}), "repr: NaN is not equal to itself"
         assert {tuple(rank["streaming"][name]["batches"]) for name in ("plain", "early")} == {(SHARE,)}, "a batch stays whole"
+        assert rank["streaming"]["elsewhere"]["calls"] == 0, "the rollout half has all verdicts"
 
 
 def test_what_no_worker_had_begun_is_scored_by_the_owners(ranks: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ ABSENT = "-"
 UNKNOWN = "?"
 OWN = ("run.name", "run.output_dir")  # keys that differ between any two runs
 # Facts of a checkpoint (`trainer/run_facts.py`) that the configuration does not say.
-_FACTS = ("versions", "commits", "tokenizer", "reference", "reward_model", "data", "code")
+_FACTS = ("versions", "commits", "tokenizer", "reference", "teacher", "reward_model", "data", "code")
 _LAUNCH = ("revision", "python", "machine", "gpus", "packages", "environment")
 # Variables of one job, which differ between any two.
 _OF_A_JOB = re.compile(r"environment\.(SLURM|SBATCH|SRUN|MASTER|RANK|WORLD|LOCAL|HOSTNAME|TORCHELASTIC|MEGAPPO_LEASE)(_|$)")

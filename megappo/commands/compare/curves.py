@@ -9,13 +9,16 @@ from fnmatch import fnmatchcase
 
 from megappo.commands.runs.read import Rows, finite, is_known, logged_names, nearest_hint
 from megappo.config.errors import ConfigError
-from megappo.telemetry.metrics import Metric
+from megappo.config.supervised import KINDS
+from megappo.telemetry.metrics import Metric, of_kind
 
 # Metrics that are compared if none is named.
 SHOWN = (
     Metric.SCORE_MEAN.value,
     Metric.EVAL_SCORE.value,
     Metric.EVAL_PART.of("*/mean@*"),
+    Metric.EVAL_LOSS.value,
+    Metric.EVAL_PART.of("accuracy"),
     Metric.KL_TOKEN.value,
     Metric.POLICY_LOSS.value,
     Metric.POLICY_GRAD_NORM.value,
@@ -24,8 +27,10 @@ SHOWN = (
     Metric.CRITIC_GRAD_NORM.value,
     Metric.CRITIC_EXPLAINED_VARIANCE.value,
     Metric.RESPONSE_MEAN.value,
-    Metric.SFT_LOSS.value,
-    Metric.SFT_GRAD_NORM.value,
+    *(of_kind(metric.value, kind) for kind in KINDS for metric in (Metric.SFT_LOSS, Metric.SFT_GRAD_NORM)),
+    Metric.REWARD_MODEL_ACCURACY.value,
+    Metric.DPO_ACCURACY.value,
+    Metric.DPO_MARGIN.value,
 )
 NUM_COLUMNS = 4  # steps shown, the last included
 

@@ -14,9 +14,9 @@ def add_command(command: AddCommand) -> None:
         "convert",
         main,
         "Write settings of verl, NeMo-RL, OpenRLHF, LightRFT, TRL or FlowMesh as a configuration, with a report on every key.",
-        "FILE is a shell script, a YAML file or a Python file with a PPOConfig; nothing in it is executed. Exit code: 0; 1 if the "
-        "configuration is written and a key that changes what is learned is not taken over, or, with --strict, is unknown; 2 if "
-        "FILE is none of these.",
+        "FILE is a shell script, a YAML file, or a Python file with a PPOConfig, DPOConfig or RewardConfig; nothing in it is "
+        "executed. Exit code: 0; 1 if the configuration is written and a key that changes what is learned is not taken over, or, "
+        "with --strict, is unknown; 2 if FILE is none of these.",
         config=None,
     )
     convert.add_argument("file", metavar="FILE", help="shell script (.sh), YAML (.yaml, .yml) or Python (.py)")
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     from megappo.commands.convert.conversion import convert
     from megappo.commands.convert.report import configuration, report, unknown
     from megappo.commands.convert.sources import read_source
-    from megappo.config.loading import load_config
+    from megappo.config.loading import load_run
     from megappo.config.output_file import check_output_file
     from megappo.config.redaction import hide_secrets
 
@@ -44,6 +44,6 @@ def main(args: argparse.Namespace) -> int:
         print(said, end="", file=sys.stderr)
     else:
         target.write_text(text, encoding="utf-8")
-        load_config(target)  # the written file must load
+        load_run(target)  # the written file must load
         print(said + f"\n{target}: written; `megappo plan {target}` checks it against model, data and ranks")
     return 1 if conversion.lost or (args.strict and unknown(conversion)) else 0

@@ -8,7 +8,7 @@ from inspect import signature
 from types import FunctionType
 from typing import Any
 
-from megappo.commands.convert import learning, single_values
+from megappo.commands.convert import learning, single_values, supervised
 from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
 from megappo.commands.convert.single_values import above_zero, listed
 from megappo.config.foreign.rule import Rule
@@ -52,6 +52,8 @@ def token_budget(rule: Rule, value: Any, settings: Settings) -> Values:
 def warmup_steps(rule: Rule, value: Any, settings: Settings) -> Values:
     if number(value) < 0:
         raise implied("negative: the ratio counts")
+    if 0 < number(value) < 1:  # transformers 5 has the ratio here
+        return warmup_ratio(rule, value, settings)
     return same(rule.keys, int(value) * (settings.updates(rule.keys[0].split(".")[0]) if settings.steps_of_ppo else 1))
 
 
@@ -176,18 +178,12 @@ def early_stopping(rule: Rule, value: Any, settings: Settings) -> Values:
 # -------------------------------------------------------------------------------------------------------------- TRL's own
 
 
-def _trl(settings: Settings, name: str, default: Any) -> Any:
-    # TRL's key, alone or in a FlowMesh workflow.
-    value = settings.foreign.get(name, settings.foreign.get(f"spec.training.{name}", default))
-    return default if value is None else value
-
-
 def _trl_batch(settings: Settings) -> int:
     if "batch_size" in settings.written or "spec.training.batch_size" in settings.written:
-        return max(1, int(number(_trl(settings, "batch_size", 256))))
-    processes = int(number(_trl(settings, "world_size", settings.ours.get("run.num_ranks", 1))))
-    each = int(number(_trl(settings, "per_device_train_batch_size", 8)))
-    return max(1, each * int(number(_trl(settings, "gradient_accumulation_steps", 1))) * processes)
+        return max(1, int(number(settings.of_trl("batch_size", 256))))
+    processes = int(number(settings.of_trl("world_size", settings.ours.get("run.num_ranks", 1))))
+    each = int(number(settings.of_trl("per_device_train_batch_size", 8)))
+    return max(1, each * int(number(settings.of_trl("gradient_accumulation_steps", 1))) * processes)
 
 
 def trl_batch(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -203,7 +199,7 @@ def trl_mini_batch(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def old_mini_batch(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, int(number(value)) * int(number(_trl(settings, "gradient_accumulation_steps", 1))))
+    return same(rule.keys, int(number(value)) * int(number(settings.of_trl("gradient_accumulation_steps", 1))))
 
 
 def trl_steps(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -235,7 +231,7 @@ def total_length(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def save_steps(rule: Rule, value: Any, settings: Settings) -> Values:
-    if _trl(settings, "save_strategy", "steps") != "steps":
+    if settings.of_trl("save_strategy", "steps") != "steps":
         raise unneeded("save_strategy says it")
     if 0 < number(value) < 1:
         raise missing("a share of the run; name the steps")
@@ -251,8 +247,8 @@ def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
-    """The functions of this module, `learning.py` and `single_values.py` that take exactly these arguments, by name."""
-    named = {**vars(single_values), **vars(learning), **globals()}.items()
+    """The functions of this module, `learning.py`, `supervised.py` and `single_values.py` with exactly these arguments, by name."""
+    named = {**vars(single_values), **vars(learning), **vars(supervised), **globals()}.items()
     return {name: one for name, one in named if isinstance(one, FunctionType) and tuple(signature(one).parameters) == parameters}
 
 
@@ -278,6 +274,8 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
     "run_folder": _value(str),
     "beta1": _beta(0),
     "beta2": _beta(1),
+    "dtensor_lora": supervised.adapters("dtensor_cfg", "lora_cfg"),
+    "megatron_lora": supervised.adapters("megatron_cfg", "peft"),
     **{f"offload_{part}": single_values.offload_of(part) for part in single_values.PARTS},
     "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
     "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),
@@ -288,7 +286,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 # Computed after the others and in this order, since they read their results.
 LATE = (
     ("unless_shared", "openrlhf_overlong", "reward_scale", "val_sampling"),
-    ("warmup_steps", "warmup_ratio", "min_lr_ratio"),
+    ("warmup_steps", "warmup_ratio", "min_lr_ratio", "torch_schedule", "tokens_of_pairs", "tokens_of_examples"),
 )
 
 # Rules of which several give one list of ours: a later one returns the list with its own part in it.

@@ -21,11 +21,9 @@ from megappo.config.keys import Written, value_at, value_keys, written_sections
 from megappo.config.loading import explicit_keys, validated
 from megappo.config.redaction import HIDDEN
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import KINDS, AnyConfig
 from megappo.config.yaml_reader import LARGEST_NUMBER
 
-FIELDS = dict(value_keys(TrainConfig))
-# Required keys that a source may lack (TRL takes data as arguments): names to replace.
-PLACEHOLDERS = {"policy.model": "model", "data.train": "prompts.jsonl"}
 SECRETS = ("use_wandb", "logger.wandb.key")  # flags whose value is a key of an account
 NOT_NAMED = "NAME IT: the source does not"
 CHANGED, UNKNOWN = "taken over with a change", "unknown"
@@ -64,9 +62,22 @@ class Conversion:
     todo: list[str]  # changes to make before the configuration can run
 
 
+def class_of(trainer: Trainer) -> type[AnyConfig]:
+    """Class of the configuration that a trainer's settings become."""
+    return KINDS[trainer.kind] if trainer.kind else TrainConfig
+
+
+def placeholders(cls: type[AnyConfig]) -> dict[str, str]:
+    """Required keys that a source may lack (TRL takes data as arguments), with names to replace."""
+    if issubclass(cls, TrainConfig):
+        return {"policy.model": "model", "data.train": "prompts.jsonl"}
+    return {f"{cls.learner}.model": "model", "data.train": f"{cls.unit}s.jsonl"}
+
+
 def convert(source: Source) -> Conversion:
     """Convert the settings of another trainer. What cannot be converted becomes a row, never an error."""
     trainer = source.trainer
+    cls = class_of(trainer)
     known = {key: value for key, value in source.values.items() if not isinstance(value, Unread)}
     older = {old: known[new] for new, old in trainer.renamed.items() if new in known}
     written = frozenset(source.values) | {old for new, old in trainer.renamed.items() if new in source.values}
@@ -92,7 +103,7 @@ def convert(source: Source) -> Conversion:
         chosen = None if key in settings.ours else CHOOSE[name](key, settings)
         if chosen is not None:
             settings.ours[key], comments[key] = chosen
-    for key, placeholder in PLACEHOLDERS.items():
+    for key, placeholder in placeholders(cls).items():
         if key not in settings.ours:
             unsaid = [
                 row
@@ -101,20 +112,20 @@ def convert(source: Source) -> Conversion:
             ]
             said = [_line(row) for row in unsaid]
             settings.ours[key], comments[key] = placeholder, f"NAME IT: {said[0]}" if said else NOT_NAMED
-    _drop(rows, settings.ours, _misplaced(settings.ours))
-    _drop(rows, settings.ours, _incomplete(settings.ours))
-    _drop(rows, settings.ours, _contradictory(settings.ours), Outcome.MISSING)
-    config = _load(settings.ours)
-    assert isinstance(config, TrainConfig), config  # every value has been tried alone
+    _drop(rows, settings.ours, _misplaced(settings.ours, cls))
+    _drop(rows, settings.ours, _incomplete(settings.ours, cls))
+    _drop(rows, settings.ours, _contradictory(settings.ours, cls), Outcome.MISSING)
+    config = _load(settings.ours, cls)
+    assert isinstance(config, cls), config  # every value has been tried alone
     _drop(rows, settings.ours, dead_keys(config))
-    _drop_default_rows(rows, settings.ours)
-    values = {key: settings.ours[key] for key in FIELDS if key in settings.ours}
+    _drop_default_rows(rows, settings.ours, cls)
+    values = {key: settings.ours[key] for key, _ in value_keys(cls) if key in settings.ours}
     without = [row for row in rows if row.outcome is Outcome.MISSING]
     lost = settings.lost + [_line(row) for row in without if (rule := rule_of(row.key, trainer)) and rule.changes_learning]
     todo = [f"{key}: {comments[key]}" for key in values if comments[key].startswith(("NAME IT", "CHOOSE"))]
     todo += [_line(row) for row in without if isinstance(source.values.get(row.key), Unread) and _line(row) not in lost]
-    final = _load(values)
-    assert isinstance(final, TrainConfig), final
+    final = _load(values, cls)
+    assert isinstance(final, cls), final
     todo += problems(final, explicit_keys(final), final.run.num_ranks or 1)
     return Conversion(source, rows, values, comments, lost, lost + todo + settings.lines)
 
@@ -177,7 +188,7 @@ def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
             except Otherwise as other:
                 row.outcome, row.note = other.outcome, other.reason
                 continue
-            refused = next((text for key, value in sets.items() if (text := _refusal(key, value))), None)
+            refused = next((text for key, value in sets.items() if (text := _refusal(key, value, class_of(trainer)))), None)
             if refused is not None:
                 row.outcome, row.note = Outcome.MISSING, refused
                 continue
@@ -218,9 +229,9 @@ def _comment(row: Row, trainer: Trainer) -> str:
 
 
 def nested(values: Values) -> dict[str, Any]:
-    """Turn dotted keys into nested mappings, in the order of the schema."""
+    """Turn dotted keys into nested mappings, in their order."""
     data: dict[str, Any] = {}
-    for key in (key for key in FIELDS if key in values):
+    for key in values:
         *parents, last = key.split(".")
         here = data
         for part in parents:
@@ -229,22 +240,26 @@ def nested(values: Values) -> dict[str, Any]:
     return data
 
 
-def _load(values: Values) -> TrainConfig | ValidationError:
+def _load(values: Values, cls: type[AnyConfig]) -> AnyConfig | ValidationError:
     data = nested(values)
-    for section in written_sections(data, TrainConfig):
+    for section in written_sections(data, cls):
         if section.choice is not None and not section.data.keys() <= section.cls.model_fields.keys():
             section.data[section.choice.key] = _word_of(section)
     try:
-        return validated(data, TrainConfig)
+        return validated(data, cls)
     except ValidationError as error:
         return error
 
 
-def _refusal(key: str, value: Any) -> str | None:
+def _errors(found: AnyConfig | ValidationError) -> list[Any]:
+    return found.errors(include_url=False) if isinstance(found, ValidationError) else []
+
+
+def _refusal(key: str, value: Any, cls: type[AnyConfig]) -> str | None:
     if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:  # the reader of YAML refuses it
         return f"{key}: too large a number"
-    found = _load(PLACEHOLDERS | {key: value})
-    errors = [] if isinstance(found, TrainConfig) else [e for e in found.errors(include_url=False) if e["type"] != "missing"]
+    found = _load(placeholders(cls) | {key: value}, cls)
+    errors = [e for e in _errors(found) if e["type"] != "missing"]
     return f"{key}: {errors[0]['msg'].lower()}" if errors else None
 
 
@@ -257,11 +272,11 @@ def _word_of(section: Written) -> str:
     return next(fitting, section.data[choice.key])
 
 
-def _misplaced(values: Values) -> dict[str, str]:
+def _misplaced(values: Values, cls: type[AnyConfig]) -> dict[str, str]:
     """Map the keys that the chosen section of a choice lacks, or whose section it lacks, to the reason."""
     return {
         key: f"{section.key}.{section.choice.key} is {section.data[section.choice.key]}"
-        for section in written_sections(nested(values), TrainConfig)
+        for section in written_sections(nested(values), cls)
         if section.choice is not None
         for name in section.data.keys() - section.cls.model_fields.keys()
         for key in values
@@ -269,17 +284,17 @@ def _misplaced(values: Values) -> dict[str, str]:
     }
 
 
-def _incomplete(values: Values) -> dict[str, str]:
+def _incomplete(values: Values, cls: type[AnyConfig]) -> dict[str, str]:
     """Map the keys of a section whose required key the source does not say, such as a factor without its data, to the reason."""
-    found = _load(values)
-    absent = [] if isinstance(found, TrainConfig) else [".".join(map(str, e["loc"])) for e in found.errors(include_url=False)]
+    found = _load(values, cls)
+    absent = [".".join(map(str, e["loc"])) for e in _errors(found)]
     return {key: f"{name} is missing" for name in absent for key in values if key.startswith(name.rpartition(".")[0] + ".")}
 
 
-def _contradictory(values: Values) -> dict[str, str]:
+def _contradictory(values: Values, cls: type[AnyConfig]) -> dict[str, str]:
     """Map the keys whose value the chosen section of a choice does not take, such as k1 in a loss, to the reason."""
-    found = _load(values)
-    errors = [] if isinstance(found, TrainConfig) else found.errors(include_url=False)
+    found = _load(values, cls)
+    errors = _errors(found)
     # The place of an error names the chosen word too.
     return {key: e["msg"].lower() for e in errors for key in values if _is_part(key.split("."), [str(part) for part in e["loc"]])}
 
@@ -301,19 +316,19 @@ def _drop(rows: list[Row], values: Values, dead: Mapping[str, str], outcome: Out
                     row.outcome, row.note = outcome, f"{key} {why}: {dead[key].split(';')[0]}"
 
 
-def _drop_default_rows(rows: list[Row], values: Values) -> None:
-    reference = validated(nested({"policy.model": "m", "data.train": "d"}), TrainConfig)
+def _drop_default_rows(rows: list[Row], values: Values, cls: type[AnyConfig]) -> None:
+    reference, known = validated(nested(placeholders(cls)), cls), dict(value_keys(cls))
     for row in [row for row in rows if row.is_default]:
         # A default of the other trainer counts only where megappo's differs.
         row.sets = {key: value for key, value in row.sets.items() if not _is_default(reference, key, value)}
         if not row.sets and row.outcome is not Outcome.MISSING:
             rows.remove(row)
     written = {key for row in rows for key in row.sets}
-    same = {key for key, value in values.items() if key not in written and key in FIELDS and _is_default(reference, key, value)}
+    same = {key for key, value in values.items() if key not in written and key in known and _is_default(reference, key, value)}
     for key in same:
         del values[key]
 
 
-def _is_default(reference: TrainConfig, key: str, value: Any) -> bool:
+def _is_default(reference: AnyConfig, key: str, value: Any) -> bool:
     default = value_at(reference, key)
-    return key not in PLACEHOLDERS and (list(default) if isinstance(default, tuple) else default) == value
+    return key not in placeholders(type(reference)) and (list(default) if isinstance(default, tuple) else default) == value

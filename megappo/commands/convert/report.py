@@ -26,7 +26,8 @@ def report(conversion: Conversion) -> str:
     written = [row for row in conversion.rows if not row.is_default]
     of = {fate: [row for row in written if row.fate == fate] for fate in FATES}
     counts = ", ".join(f"{len(rows)} {fate}" for fate, rows in of.items())
-    lines = [f"{trainer.name}, {conversion.source.path}: {len(written)} keys: {counts}"]
+    of_kind = f", kind: {trainer.kind}" if trainer.kind else ""
+    lines = [f"{trainer.name}, {conversion.source.path}{of_kind}: {len(written)} keys: {counts}"]
     for fate, rows in of.items():
         lines += _block(fate, rows)
     lines += _block(
@@ -61,6 +62,7 @@ def configuration(conversion: Conversion) -> str:
     source = conversion.source
     lines = [f"# Written by `megappo convert {source.path}` ({source.trainer.name})."]
     lines += [f"# Before it runs: {line}" for line in conversion.todo]
+    lines += [f"kind: {source.trainer.kind}"] if source.trainer.kind else []
     lines += _yaml(nested(conversion.values), "", conversion.comments, 0)
     lost = [row for row in conversion.rows if row.outcome is Outcome.MISSING or row.outcome is None]
     lines += [f"# {row.key} = {show(row.value)}: {_reason(row)}" for row in lost]

@@ -32,6 +32,11 @@ class Settings:
     lines: list[str] = field(default_factory=list)  # for the end of the report
     lost: list[str] = field(default_factory=list)  # parts of keys that are not taken over although the rest is
 
+    def of_trl(self, name: str, default: Any) -> Any:
+        """TRL's key, alone or in a FlowMesh workflow."""
+        value = self.foreign.get(name, self.foreign.get(f"spec.training.{name}", default))
+        return default if value is None else value
+
     def samples(self) -> int:
         """Responses per step."""
         return int(self.ours.get("data.prompts_per_step", 256)) * int(self.ours.get("rollout.samples_per_prompt", 1))

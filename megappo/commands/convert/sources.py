@@ -11,6 +11,7 @@ from typing import Any
 
 from megappo.commands.convert.shell import UNREAD, parse_shell
 from megappo.config.errors import ConfigError
+from megappo.config.foreign.before_ppo import BEFORE_PPO, FLOWMESH_DPO
 from megappo.config.foreign.flowmesh import FLOWMESH
 from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
@@ -20,7 +21,8 @@ from megappo.config.foreign.verl import VERL
 from megappo.config.keys import leaves
 from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
 
-READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
+READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH, *BEFORE_PPO)
+OF_HYDRA = (VERL.name, NEMO_RL.name)
 LAUNCHERS = ("nnodes", "nproc_per_node", "num_processes")  # flags of torchrun and accelerate, before the script's own
 MOST_FILES = 8  # in a chain of NeMo-RL's defaults
 LEAST_KEYS = 3  # known keys by which a file without a trainer's name is recognised
@@ -76,7 +78,7 @@ def _read_text(path: Path) -> str:
 
 
 def _nothing(path: str, recognised: str) -> ConfigError:
-    names = ", ".join(trainer.name for trainer in READ)
+    names = ", ".join(dict.fromkeys(trainer.name for trainer in READ))
     return ConfigError(f"{path}: no settings of {names} in it; recognised: {recognised}")
 
 
@@ -93,24 +95,28 @@ def _read_shell(text: str, path: str) -> Source:
     commands = parse_shell(text, path).commands
     found: list[Source] = []
     for number, words in enumerate(commands):
-        named = next(((place, one) for place, word in enumerate(words) for one in READ if _starts(word, one)), None)
+        named = next(((place, one) for place in range(len(words)) for one in READ if _starts(words, place, one)), None)
         start, trainer = (named[0] + 1, named[1]) if named else (0, None)
-        values, strange = _overrides(words[start:], path) if trainer in (VERL, NEMO_RL) else (_settings(words[start:], path), [])
+        values, strange = (
+            _overrides(words[start:], path) if named and named[1].name in OF_HYDRA else (_settings(words[start:], path), [])
+        )
         values = values or _flags(words[start:], path)
         trainer = trainer or _by_keys(values)
         if trainer is OPENRLHF and sum(key in LIGHTRFT.rules for key in values) > sum(key in OPENRLHF.rules for key in values):
             trainer = LIGHTRFT
         if trainer is None or not values:
             continue
-        if trainer in (LIGHTRFT, TRL):
+        if trainer.name in (LIGHTRFT.name, TRL.name):
             before = {key: value for key, value in _flags(words[:start], path).items() if key in LAUNCHERS}
             # The parser takes the script's name for a value of the launcher's last flag.
             values = {key: value[0] if isinstance(value, list) else value for key, value in before.items()} | values
+            values = dict(_positive(key, value, trainer) for key, value in values.items())
         # A comment inside a continued command ends it; for bash the rest is another command.
         lost = [word for other in commands[number + 1 :] for word in other if _SETTING.fullmatch(word)]
         notes = [f"{word.replace(UNREAD, '')}: after the end of the command, so {trainer.name} never saw it" for word in lost]
-        if trainer is NEMO_RL and (below := _file_of(values.get("--config"), path)) is not None:
-            values = _set_over(below, {key: value for key, value in values.items() if key != "--config"})
+        key = {NEMO_RL.name: "--config", TRL.name: "config"}.get(trainer.name, "")
+        if (below := _file_of(values.get(key), path, trainer)) is not None:
+            values = _set_over(below, {name: value for name, value in values.items() if name != key})
         notes += [f"{word.replace(UNREAD, '')}: no key=value, so {trainer.name}'s meaning of it is not known" for word in strange]
         found.append(Source(path, trainer, values, notes))
     if not found:
@@ -122,8 +128,16 @@ def _read_shell(text: str, path: str) -> Source:
     return found[-1]
 
 
-def _starts(word: str, trainer: Trainer) -> bool:
-    return any(word == command or word.endswith("/" + command) for command in trainer.commands)
+def _positive(key: str, value: Any, trainer: Trainer) -> tuple[str, Any]:
+    """Read `--no_NAME`, which transformers' parser has beside every `--NAME` that is on by default."""
+    name = key.removeprefix("no_")
+    return (name, False) if name != key and value is True and name in trainer.rules and key not in trainer.rules else (key, value)
+
+
+def _starts(words: list[str], place: int, trainer: Trainer) -> bool:
+    """True if the word at this place starts the trainer, alone or behind the one before it (`trl dpo`)."""
+    found = (words[place], " ".join(words[max(0, place - 1) : place + 1]))
+    return any(word == command or word.endswith("/" + command) for command in trainer.commands for word in found)
 
 
 def _value(text: str, key: str, path: str) -> Any:
@@ -178,13 +192,16 @@ def _flags(words: list[str], path: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------------- YAML
 
 
-def _read_yaml(text: str, path: str) -> Source:
+def _read_yaml(text: str, path: str, trainer: Trainer | None = None) -> Source:
     data, _ = parse_yaml(text, path)
     if not isinstance(data, dict):
         raise _nothing(path, f"YAML whose top is a {type(data).__name__}" if data is not None else "an empty YAML file")
     values = dict(leaves(data))
-    trainer = FLOWMESH if str(data.get("apiVersion", "")).startswith("flowmesh") else _by_keys(values)
-    if "defaults" in values and trainer in (NEMO_RL, None):
+    if str(data.get("apiVersion", "")).startswith("flowmesh"):
+        trainer = FLOWMESH_DPO if values.get("spec.taskType") == "dpo" else FLOWMESH
+    else:
+        trainer = trainer or _by_keys(values)
+    if "defaults" in values and (trainer is None or trainer.name == NEMO_RL.name):
         values = _with_defaults(values, path)
         trainer = _by_keys(values)
     if trainer is None:
@@ -193,11 +210,11 @@ def _read_yaml(text: str, path: str) -> Source:
     return Source(path, trainer, {key: _resolved(value, values, key) for key, value in values.items()})
 
 
-def _file_of(config: Any, path: str) -> dict[str, Any] | None:
-    """Read the file that NeMo-RL's `--config` names, relative to the working directory or the script; None if it is not there."""
+def _file_of(config: Any, path: str, trainer: Trainer) -> dict[str, Any] | None:
+    """Read the file that a trainer's `--config` names, relative to the working directory or the script; None if it is not there."""
     for folder in (Path(), Path(path).parent):
         if isinstance(config, str) and (folder / config).is_file():
-            return _read_yaml(_read_text(folder / config), str(folder / config)).values
+            return _read_yaml(_read_text(folder / config), str(folder / config), trainer).values
     return None
 
 
@@ -264,7 +281,10 @@ def _read_python(text: str, path: str) -> Source:
             value = _literal(node.value, names)
             if not isinstance(value, Unread):
                 names[node.targets[0].id] = value
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == "PPOConfig"]
+    every = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    of = {name: one for one in READ for name in one.classes}
+    name = next((_called(node) for node in every if _called(node) in of), "PPOConfig")
+    trainer, calls = of[name], [node for node in every if _called(node) == name]
     values: dict[str, Any] = {}
     for call in calls:
         for keyword in call.keywords:
@@ -274,12 +294,12 @@ def _read_python(text: str, path: str) -> Source:
             elif isinstance(value, dict):
                 values |= {str(key): item for key, item in value.items()}
     if values:
-        notes = [f"{len(calls)} calls of PPOConfig in the file, read as one"] if len(calls) > 1 else []
-        return Source(path, TRL, values, notes)
+        notes = [f"{len(calls)} calls of {name} in the file, read as one"] if len(calls) > 1 else []
+        return Source(path, trainer, values, notes)
     for value in names.values():  # kwargs = {...} or kwargs = dict(...)
-        if isinstance(value, dict) and (trainer := _by_keys(value, (TRL,))):
+        if isinstance(value, dict) and (trainer := _by_keys(value, tuple(of.values()))):
             return Source(path, trainer, {str(key): item for key, item in value.items()})
-    raise _nothing(path, "Python without a call of PPOConfig, and without a dictionary of its arguments")
+    raise _nothing(path, f"Python without a call of {', '.join(of)}, and without a dictionary of its arguments")
 
 
 def _called(node: ast.Call) -> str:

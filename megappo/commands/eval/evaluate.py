@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.evaluations import key_of
-from megappo.config.schema import TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
@@ -27,7 +26,6 @@ from megappo.telemetry.tables import table
 from megappo.trainer.build_roles import build_role, spec_of_role
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.preflight import require_preflight
-from megappo.trainer.prepare.checkpoint_source import PolicySource
 from megappo.trainer.prepare.evaluate import PlannedEvaluation
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.roles import RewardModel
@@ -64,13 +62,14 @@ def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: tor
     config, text = planned.config, planned.data.reward_text
     factory = engines(config.model, config.run.timeouts, device)
     factory.connect([config.policy, *([config.reward_model] if text is not None else [])])
-    policy = _load_policy(config, planned.source, factory)
+    policy = _load_policy(planned, factory)
     model = cast("RewardModel | None", build_role(config, "reward_model", factory, None)) if text is not None else None
     return policy, model_scorer(model, model and model.engine.shares, text, config.reward_model)
 
 
-def _load_policy(config: TrainConfig, source: PolicySource, factory: EngineFactory) -> Engine:
-    spec = spec_of_role(config, "policy", None)
+def _load_policy(planned: PlannedEvaluation, factory: EngineFactory) -> Engine:
+    source, images = planned.source, planned.data.images
+    spec = replace(spec_of_role(planned.config, "policy", None), images=None if images is None else images.store)
     # The checkpoint replaces all weights, so the model's own need not be read.
     policy = factory.build(replace(spec, random_weights=source.directory is not None))
     assert policy is not None, "an evaluation has its roles on all ranks"

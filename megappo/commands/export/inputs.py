@@ -8,27 +8,28 @@ from typing import Literal
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import trained_sections
-from megappo.config.loading import load_config
+from megappo.config.loading import load_run
 from megappo.config.output_file import why_not_writable
 from megappo.config.role_sections import AVERAGE
 from megappo.config.run_directory import CHECKPOINTS, EXPORTED
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.runtime.ending import CONFIG
 
 
-def check_export(run: Path, output: Path, role: str, step: int | Literal["best"] | None) -> tuple[TrainConfig, int | None]:
+def check_export(run: Path, output: Path, role: str, step: int | Literal["best"] | None) -> tuple[AnyConfig, int | None]:
     """Return the run's configuration and the step to export, None for the newest valid one. ValueError for a missing run or
     checkpoint, another role, or an existing output."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no run: {run / CONFIG} does not exist")
     directory = CheckpointDirectory(run / CHECKPOINTS)
     if not directory.path.is_dir():
-        # Fine-tuning saves no checkpoints; it exports at its end.
+        # Fine-tuning once saved none; it exported at its end.
         there = f"; its model lies in {run / EXPORTED} already" if (run / EXPORTED).is_dir() else ""
         raise ValueError(f"{run} has no checkpoints{there}")
     _require_room(output)
-    config = load_config(str(run / CONFIG), [])
-    held = [*trained_sections(config), *([AVERAGE] if config.policy.ema is not None else [])]
+    config = load_run(str(run / CONFIG), [])
+    averages = not isinstance(config, SupervisedConfig) and config.policy.ema is not None
+    held = [*trained_sections(config), *([AVERAGE] if averages else [])]
     if role not in held:
         raise ValueError(f"--role {role}: checkpoints hold {', '.join(held)}")
     if step == "best":

@@ -13,7 +13,8 @@ def add_max_restarts(parser: argparse.ArgumentParser, where: str = "") -> None:
         type=non_negative_int,
         default=0,
         metavar="N",
-        help=f"{where}after a failure of any rank start all ranks again, from the newest checkpoint, at most N times (default: 0)",
+        help=f"{where}after a failure of any rank start all ranks again, from the newest checkpoint, at most N times (default: 0); "
+        "a lost replica of an asynchronous run's sampler starts alone, as often",
     )
 
 

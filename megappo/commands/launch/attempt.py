@@ -23,10 +23,10 @@ from megappo.checkpoint.manifest import RefusedCheckpoint
 from megappo.commands.launch.environment import report
 from megappo.commands.launch.restart import NoProgress, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.config.errors import ConfigError, problem
-from megappo.config.loading import load_config
+from megappo.config.loading import load_run
 from megappo.config.run_directory import apply_permissions, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNAVAILABLE, UNRECOVERABLE, Ended, is_stopped, record_failure
 from megappo.runtime.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.runtime.lease import Lease, LeaseHeld, refuse_if_held
@@ -154,8 +154,8 @@ def _end(args: argparse.Namespace, attempt: int) -> int:
     return 0
 
 
-def _config_of(args: argparse.Namespace) -> TrainConfig:
-    config = load_config(args.config)
+def _config_of(args: argparse.Namespace) -> AnyConfig:
+    config = load_run(args.config)
     apply_permissions(config.run.permissions)
     return config
 

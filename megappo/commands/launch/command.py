@@ -10,7 +10,7 @@ from megappo.commands.launch.attempt import check_start
 from megappo.commands.launch.script import Job
 from megappo.commands.launch.training import start_here
 from megappo.config.errors import ConfigError
-from megappo.config.loading import load_config
+from megappo.config.loading import load_run
 from megappo.config.run_directory import apply_permissions
 from megappo.telemetry.console import keep_console
 from megappo.trainer.prepare.hub import with_local_models
@@ -43,7 +43,7 @@ def launch(args: argparse.Namespace) -> int:
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
-    written = load_config(args.config, args.overrides)
+    written = load_run(args.config, args.overrides)
     config = with_local_models(written, shapes_only=args.shapes_only)
     from megappo.trainer.prepare.checks import check_inputs  # late: imports numpy, and a wrong key should fail at once
 
@@ -70,7 +70,7 @@ def launch(args: argparse.Namespace) -> int:
     copies = find_copies(config, resume=args.resume)  # fetched by the job
     run_dir = check_start(config.run, resume=args.resume and copies is None)
     how = {"resume": args.resume, "shapes_only": args.shapes_only}
-    plan_here(config, job.world_size, args.gpu_memory_gib, **how, device="cuda" if job.gpus else "cpu")
+    planned = plan_here(config, job.world_size, args.gpu_memory_gib, **how, device="cuda" if job.gpus else "cpu")
     if submits:
         from megappo.trainer.preflight import require_storage  # imports torch
 
@@ -90,6 +90,10 @@ def launch(args: argparse.Namespace) -> int:
     folder = submit.record(recorded, run_dir)
     script = submit.script_of(config, job, folder, resume=args.resume)
     job_id = submit.submit(script, folder)
+    if job.gpus:  # the nodes' GPUs are unknown here: the log takes its own of all known ones
+        from megappo.commands.tune.predicted import record_prediction
+
+        record_prediction(planned, run_dir)
     print(script)
     _print_notes(submit.remarks(config, job, limits))
     print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
@@ -112,7 +116,7 @@ def launch_here(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) not in (None, [], False):
             given = "--" + name.removesuffix("_s").replace("_", "-") + ("" if value is True else f" {value}")
             raise ConfigError(f"launch: {given} does not go with --local, which starts the ranks on this machine")
-    config = with_local_models(load_config(args.config, args.overrides))
+    config = with_local_models(load_run(args.config, args.overrides))
     keep_console()
     holder, memory = "megappo launch --local", args.gpu_memory_gib
     return start_here(args, config, holder, ranks=args.gpus_per_node, gpu_memory_gib=memory, dry_run=args.dry_run)

@@ -48,7 +48,7 @@ def serve(connection: Connection) -> list[str] | None:
             continue
         try:
             environment, arguments = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: it left the end of a rank unread
             return None
         pid = os.fork()
         if pid == 0:

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,8 +22,18 @@ from typing import TYPE_CHECKING
 
 from megappo.commands.launch.processes import NewProcesses, RankProcess, SharedImports, Starter
 from megappo.runtime.ending import FAILED, KILLED, UNRECOVERABLE, as_shell
-from megappo.runtime.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
+from megappo.runtime.failure import (
+    ATTEMPT_DIR,
+    KILL_GRACE_S,
+    Failure,
+    first_failure,
+    is_joining,
+    note_joined,
+    note_joining,
+    spare_with,
+)
 from megappo.runtime.life import LAUNCHER_LISTENS, Listener, Store
+from megappo.runtime.messages import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -153,34 +163,84 @@ def run_world(
     requests: Requests,
     evidence: Path,
     environment: Mapping[str, str] | None = None,
+    rejoins: int = 0,
 ) -> WorldEnd:
-    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S. evidence:
-    folder for `failure.first_failure`. environment: further variables of every rank. No rank outlives the call."""
+    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S. Spare ranks
+    that are killed (`failure.spare_with`) end no other; they start again, `rejoins` times. evidence: folder for
+    `failure.first_failure`. environment: further variables of every rank. No rank outlives the call."""
     ranks: dict[int, RankProcess] = {}
     with _meeting_point(num_ranks) as (store, described):
         common = {**described, ATTEMPT_DIR: str(evidence), **(environment or {})}
+
+        def start(rank: int) -> None:
+            ranks[rank] = starter.start({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments)
+
         try:
             for rank in range(num_ranks):
-                ranks[rank] = starter.start({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments)
-            return _watch(ranks, starter.descriptors, requests, evidence, Listener(store, evidence, _LOOK_S))
+                start(rank)
+            listener = Listener(store, evidence, _LOOK_S)
+            return _watch(ranks, starter.descriptors, requests, evidence, listener, _Spares(start, evidence, listener, rejoins))
         finally:
             _kill(ranks)
 
 
+class _Spares:
+    """Ranks that the run goes on without. start: starts a rank. most: how often some start again."""
+
+    def __init__(self, start: Callable[[int], None], evidence: Path, listener: Listener, most: int) -> None:
+        self._start, self._evidence, self._listener, self._most = start, evidence, listener, most
+        self._count, self._lost = 0, set[int]()
+
+    def lose(self, rank: int, code: int) -> bool:
+        """Return True if a rank that has ended is lost, and no other ends with it."""
+        is_lost = is_joining(self._evidence, rank) or (code < 0 and bool(spare_with(self._evidence, rank)))
+        if is_lost:
+            note_joined(self._evidence, [rank])  # it joins no more
+            _note_exit(self._evidence, rank, as_shell(code), "lost")
+            self._lost.add(rank)
+        return is_lost
+
+    def start_again(self, running: Collection[int]) -> list[int]:
+        """Start lost ranks whose replica has ended; return them."""
+        replicas = [spare_with(self._evidence, rank) for rank in sorted(self._lost)]
+        together = next((ranks for ranks in replicas if ranks and not set(ranks) & set(running)), [])
+        if not together or self._count == self._most:
+            return []
+        self._count += 1
+        self._lost.difference_update(together)
+        said = f"{name_ranks(together)} will take part again: start {self._count} of {self._most}"
+        print(f"megappo: {said}", file=sys.stderr, flush=True)
+        for rank in together:
+            self._listener.forget(rank)
+            note_joining(self._evidence, rank, self._count)
+            self._start(rank)
+        return together
+
+
 def _watch(
-    ranks: Mapping[int, RankProcess], descriptors: Sequence[int], requests: Requests, evidence: Path, listener: Listener
+    ranks: Mapping[int, RankProcess],
+    descriptors: Sequence[int],
+    requests: Requests,
+    evidence: Path,
+    listener: Listener,
+    spares: _Spares,
 ) -> WorldEnd:
     running, codes, failed_at, killed, handed_on = dict(ranks), {}, 0.0, False, False
-    while running:
+    # Ranks that have not come to take part are not waited for.
+    while running and not all(is_joining(evidence, rank) for rank in running):
         for rank, process in list(running.items()):
             if (code := process.poll()) is None:
                 continue
             del running[rank]
+            if spares.lose(rank, code):
+                continue
             codes[rank] = as_shell(code)
             if code != 0:
                 failed_at = failed_at or time.monotonic()
                 killed = killed or codes[rank] == KILLED
                 _note_exit(evidence, rank, codes[rank])
+        if not failed_at and requests.stop is None:
+            running |= {rank: ranks[rank] for rank in spares.start_again(running)}
         if requests.end is not None:
             return WorldEnd(128 + requests.end, ended_by=requests.end)
         if requests.stop is not None and not handed_on:
@@ -236,8 +296,8 @@ def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
     del store
 
 
-def _note_exit(evidence: Path, rank: int, code: int) -> None:
-    (evidence / f"rank-{rank}.exit").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n", encoding="utf-8")
+def _note_exit(evidence: Path, rank: int, code: int, kind: str = "exit") -> None:
+    (evidence / f"rank-{rank}.{kind}").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n", encoding="utf-8")
 
 
 def _send(processes: Iterable[RankProcess], number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import DamagedCheckpoint, RefusedCheckpoint
-from megappo.config.run_directory import CHECKPOINTS, ENDED, LAUNCHES, is_lease
+from megappo.config.run_directory import CHECKPOINTS, ENDED, precedes_run
 from megappo.runtime.ending import CONFIG, is_stopped
 from megappo.runtime.world import SKIP_STEPS
 
@@ -133,8 +133,7 @@ def record_start(launch_dir: Path, start: Start) -> Path:
 def set_aside(run_dir: Path, folder: Path) -> None:
     """Move the leftovers of an attempt that saved no checkpoint into `folder`, so that the next one can start anew."""
     for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
-        # Keep what belongs to the launch: its records and a live launcher's lease.
-        if entry.name != LAUNCHES and not is_lease(entry.name):
+        if not precedes_run(entry.name):  # the launch's records and a live launcher's lease stay
             folder.mkdir(parents=True, exist_ok=True)
             names = (entry.name, *(f"{entry.name}.old{n}" for n in range(1, 10_000)))
             entry.rename(next(path for name in names if not (path := folder / name).exists()))

@@ -26,7 +26,7 @@ from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
 from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.run_directory import LAUNCHES, run_dir_of
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.runtime.lease import refuse_if_held
 
 
@@ -43,7 +43,7 @@ class Limits:
         return tuple(f"--{name}={value}" for name, value in given.items() if value is not None)
 
 
-def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
+def require_resumable(config: AnyConfig, what: str, way_out: str) -> None:
     """Raise ConfigError if the run saves no checkpoints or only weights, so that `what` could not resume."""
     if config.checkpoint.save_every == "never":
         raise ConfigError(problem("checkpoint.save_every", "never", f"{what} could not resume; use auto or epoch, or {way_out}"))
@@ -51,7 +51,7 @@ def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
         raise ConfigError(problem("checkpoint.save_only_model", True, f"{what} could not resume; set it to false, or {way_out}"))
 
 
-def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
+def check_job(config: AnyConfig, job: Job, limits: Limits) -> None:
     """Check everything that does not need Slurm. Raises ConfigError, one line, for the first mistake."""
     ranks = config.run.num_ranks
     if ranks not in (None, job.world_size):
@@ -144,16 +144,18 @@ def _check_mounts(job: Job) -> None:
         raise ConfigError(f"--container: the working directory {directory} cannot be mounted, for {min(bad)!r} in its name")
 
 
-def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
+def _tensor_parallel(config: AnyConfig) -> dict[str, tuple[int, str]]:
     # Key -> its size, and the ranks that are cut into groups of this size.
     found = {
         f"{key_of_role(role)}.parallel.tp": (sizes.tp, section_of(config, role).ranks)
         for role, sizes in roles_in_use(config).items()
     }
-    return found | ({"rollout.tp": (config.rollout.tp, config.rollout.ranks)} if config.rollout.engine == "vllm" else {})
+    if isinstance(config, SupervisedConfig) or config.rollout.engine != "vllm":
+        return found
+    return found | {"rollout.tp": (config.rollout.tp, config.rollout.ranks)}
 
 
-def _check_nodes(config: TrainConfig, job: Job) -> None:
+def _check_nodes(config: AnyConfig, job: Job) -> None:
     if next(placement_problems(config, job.world_size), None) is not None:
         return  # reported by the plan
     per_node = job.ranks_per_node
@@ -209,7 +211,7 @@ def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
     return ""
 
 
-def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
+def remarks(config: AnyConfig, job: Job, limits: Limits) -> list[str]:
     """List settings that work, but perhaps not as intended."""
     notes = []
     if config.checkpoint.save_every == 0 and job.max_requeues:
@@ -229,7 +231,7 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
     return notes
 
 
-def record(config: TrainConfig, run_dir: Path) -> Path:
+def record(config: AnyConfig, run_dir: Path) -> Path:
     """Make a folder below the run directory with the configuration and its origin. Raises ConfigError while a job of the run is
     alive or if nothing can be written there, LeaseHeld while a process has the run."""
     _refuse_second_job(run_dir)
@@ -245,7 +247,7 @@ def record(config: TrainConfig, run_dir: Path) -> Path:
     return folder
 
 
-def write_by_hand(config: TrainConfig, folder: Path, script: str) -> None:
+def write_by_hand(config: AnyConfig, folder: Path, script: str) -> None:
     """Write what `record` and `submit` write into a new folder, and a README with the command that submits it. Raises ConfigError
     if that fails."""
     sbatch = shlex.join(["sbatch", str(folder / "job.sbatch")])
@@ -260,7 +262,7 @@ def write_by_hand(config: TrainConfig, folder: Path, script: str) -> None:
     print(f"written, not submitted: {sbatch}")
 
 
-def _write_record(config: TrainConfig, folder: Path) -> None:
+def _write_record(config: AnyConfig, folder: Path) -> None:
     content = {"command": redacted(sys.argv), "directory": str(Path.cwd()), **report()}
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
@@ -288,7 +290,7 @@ def remove_launch(folder: Path) -> None:
             parent.rmdir()
 
 
-def script_of(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
+def script_of(config: AnyConfig, job: Job, folder: Path, *, resume: bool) -> str:
     """Render the script of a launch that is recorded in this folder, without writing anything."""
     # Unresolved: the target of the interpreter's link is outside the virtual environment.
     python = sys.executable if job.container is None else "python3"

@@ -33,7 +33,8 @@ from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.verdict import VERDICT
 
 if TYPE_CHECKING:
-    from megappo.config.schema import TrainConfig
+    from megappo.commands.plan.run import PlannedRun
+    from megappo.config.supervised import AnyConfig
 
 RANK_MODULE = "megappo.commands.cli"
 # Everything a rank imports before its first step that starts no thread and opens no GPU (a test checks).
@@ -49,7 +50,7 @@ PRELOADED = (
 
 def start_here(
     args: argparse.Namespace,
-    config: TrainConfig,
+    config: AnyConfig,
     holder: str,
     *,
     command: Sequence[str] | None = None,
@@ -106,10 +107,24 @@ def start_here(
         print(planned.brief(f"megappo plan {args.config}"), flush=True)
         if folder is not None:
             print(f"record:  {folder}", flush=True)
+        if planned.plan.device == "cuda" or config.telemetry.hardware is not None:
+            predict_here(planned, run_dir)
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
 
 
-def _is_done(config: TrainConfig, run_dir: Path, steps: int | None) -> bool:
+def predict_here(planned: PlannedRun, run_dir: Path) -> None:
+    """Predict the step on this machine for the run's log; nothing for a GPU without a profile."""
+    import torch
+
+    from megappo.commands.tune.predicted import record_prediction
+    from megappo.telemetry.hardware import profile_of
+
+    gpu = torch.cuda.get_device_name(0) if planned.plan.device == "cuda" else None
+    known = profile_of(planned.plan.config.telemetry.hardware, gpu)
+    record_prediction(planned, run_dir, () if known is None else (known,))
+
+
+def _is_done(config: AnyConfig, run_dir: Path, steps: int | None) -> bool:
     """Say so and return True if the run has finished these steps and exported: a resume would build all models for nothing.
     steps: None while they follow from data that is not read yet."""
     end = read_end(run_dir)
@@ -128,7 +143,6 @@ def train_here(
     run_dir: Path,
     *,
     resume: bool = False,
-    stoppable: bool = True,
     max_restarts: int = 0,
     record: Path | None = None,
 ) -> int:
@@ -136,11 +150,11 @@ def train_here(
 
     After a failure all ranks start again, at most `max_restarts` times, from a checkpoint of `restart.next_start`. The code is that
     of the last failure, or 17 if further restarts are no use. record: folder of this launch below the run directory, needed for
-    restarts. stoppable: the ranks take requests to stop. Raises ValueError if the machine has GPUs, but fewer than ranks.
+    restarts. Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     prepare(num_ranks)
     with contextlib.ExitStack() as stack:
-        requests = stack.enter_context(Requests(stoppable=stoppable))
+        requests = stack.enter_context(Requests(stoppable=True))
         if not max_restarts:
             evidence = stack.enter_context(_evidence())
             end = run_world(NewProcesses(RANK_MODULE), num_ranks, [*arguments, *_option(resume)], requests, evidence)
@@ -230,7 +244,8 @@ class _Restarts:
     def _attempt(self, start: Start, requests: Requests, resume: bool) -> WorldEnd:
         evidence = record_start(self._record, start)
         arguments = [*self._arguments, *_option(resume)]
-        return run_world(self._imports.starter(), self._num_ranks, arguments, requests, evidence, start.environment())
+        starter, rejoins = self._imports.starter(), self._max_restarts
+        return run_world(starter, self._num_ranks, arguments, requests, evidence, start.environment(), rejoins)
 
 
 def _option(resume: bool) -> list[str]:

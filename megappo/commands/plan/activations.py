@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import gcd
 from typing import Literal
 
 from megappo.commands.plan.timeline import order_of_passes, padded_micro_batches
 from megappo.config.role_sections import LoraConfig
-from megappo.models.arch import ModelArch, MoeArch
+from megappo.models.arch import Delta, Kind, ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
 FP32 = 4
+DENSE = Kind(sparse=False, delta=False)
+CHUNK = 64  # tokens of a chunk of a delta net's (`models/delta.py`, which needs torch; a test compares them)
 ITEMSIZE = {"bf16": 2, "fp32": 4}
 # Logits that the ops hold; a test compares these with ops/linear_loss.py and ops/linear_blocks.py, which need torch.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}  # tokens whose logits over a whole shard exist at once while the policy trains
@@ -33,6 +37,8 @@ class RoleWork:
     micro_batch_tokens: int
     """Most tokens of a micro-batch, over all cp ranks."""
     num_micro_batches: int
+    longest: int = 0
+    """Tokens of the longest sequence, for attention that keeps its scores in memory."""
     forward_tokens: int | None = None
     """The same for passes without gradients; None: `micro_batch_tokens`."""
     value_head: bool = False
@@ -59,19 +65,23 @@ def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: 
     working set and the output's. adapter_width: numbers per token and layer between A and B of the adapters; 0 without adapters."""
     itemsize, fused, tokens = ITEMSIZE[work.dtype], work.fused, -(-work.micro_batch_tokens // layout.cp)
     boundary = arch.hidden_size // sequence_shards(layout)
-    sparse = _sparse_layers(arch, layout, stage)
-    kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind, fused) for kind in {*sum(sparse, [])}}
+    kinds = _kinds_of_chunks(arch, layout, stage)
+    kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind, fused) for kind in set().union(*kinds)}
+    kept_scores, scores = score_bytes_per_token(arch, layout, work.longest, itemsize)
+    if work.recompute != "selective":  # our other attention stores no scores that this recomputation could save
+        kept = {kind: elements + kept_scores // itemsize for kind, elements in kept.items()}
     if adapter_width:  # the weights of norms are frozen: no normalised input is kept for their gradients
         kept = {kind: elements + adapter_width - 2 * boundary for kind, elements in kept.items()}
     backward = max(backward_elements(arch, layout, kind, fused) for kind in kept)
+    backward = max(backward, (scores + kept_scores * (work.recompute == "selective")) // itemsize)
     # Pipeline messages, in and out, outlive their pass; under full recomputation the input is already the first layer's.
     messages = 0 if layout.pp == 1 else boundary * (1 if work.recompute == "full" else 2)
     if work.recompute == "full":
         # The inputs of all layers are kept, and all activations of the one layer being recomputed.
-        chunks = [messages + boundary * len(layers) for layers in sparse]
+        chunks = [messages + boundary * sum(layers.values()) for layers in kinds]
         backward += max(kept.values())
-    else:  # selective too: our attention stores no scores that recomputation could save
-        chunks = [messages + sum(kept[kind] for kind in layers) for layers in sparse]
+    else:
+        chunks = [messages + sum(kept[kind] * count for kind, count in layers.items()) for layers in kinds]
     output = 0
     if stage == layout.pp - 1:
         output = tokens * _final_norm_elements(arch, layout, itemsize, work.value_head) * itemsize
@@ -91,10 +101,12 @@ def forward_bytes(
     *,
     value_head: bool = False,
     fused: bool = False,
+    longest: int = 0,
 ) -> int:
-    """Peak bytes of a stage in a pass without gradients: in one layer, or at the model's output."""
-    kinds = {*sum(_sparse_layers(arch, layout, stage), [])}
+    """Peak bytes of a stage in a pass without gradients: in one layer, or at the model's output. longest: as in `RoleWork`."""
+    kinds = set().union(*_kinds_of_chunks(arch, layout, stage))
     layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
+    layer = max(layer, tokens * score_bytes_per_token(arch, layout, longest, itemsize)[1])
     if stage < layout.pp - 1 or value_head:
         return layer
     return max(layer, output_bytes(arch, layout, tokens, itemsize, fused, trained=False))
@@ -110,32 +122,36 @@ def micro_batch_bytes(layout: ParallelLayout, tokens: int, values: int) -> int:
     return alive * tokens * (2 * 8 + of_context + 4 * values)  # 2 * 8: token id and position, int64
 
 
-def _sparse_layers(arch: ModelArch, layout: ParallelLayout, stage: int) -> list[list[bool]]:
-    """[chunk][layer] of the stage: True if the layer has experts."""
-    numbers = [layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp)]
-    return [[arch.is_sparse(layer) for layer in chunk] for chunk in numbers]
+@cache  # a search of layouts asks for each size of micro-batches
+def _kinds_of_chunks(arch: ModelArch, layout: ParallelLayout, stage: int) -> tuple[dict[Kind, int], ...]:
+    """Layers of each kind in each chunk of the stage."""
+    return tuple(arch.count_kinds(layout.chunk_layers(arch.num_layers, stage, chunk)) for chunk in range(layout.vpp))
 
 
-def forward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False, fused: bool = False) -> int:
+def forward_elements(arch: ModelArch, layout: ParallelLayout, kind: Kind = DENSE, fused: bool = False) -> int:
     """Peak activations per token in one layer of a pass without gradients, in elements."""
     # The residual, its norm and the output added to it; the gathered input of a product; the pipeline's message.
     hidden = 4 * arch.hidden_size // sequence_shards(layout) + _gathered(arch, layout) + _message(arch, layout)
     # Query, key and value together, apart and rotated, and the output; the CPU's kernel copies them to padded order: twice this.
-    attention = 4 * (arch.num_heads + arch.num_kv_heads) // layout.tp * arch.head_dim
-    if not sparse:  # gate and up, silu(gate), up with its offset, the product; fused: gate and up, the product
+    attention = 4 * (arch.num_heads + arch.as_held(layout.tp).num_kv_heads) // layout.tp * arch.key_dim
+    if kind.delta:
+        attention = _delta_elements(arch.delta, layout, FP32 // ITEMSIZE["bf16"])
+    if not kind.sparse:  # gate and up, silu(gate), up with its offset, the product; fused: gate and up, the product
         return hidden + max(attention, (3 if fused else 5) * arch.ffn_size // layout.tp)
     moe = arch.moe
     assert moe is not None
-    own = (3 if fused else 6) * moe.ffn_size // layout.etp // (moe.num_experts // layout.ep)  # one expert after the other
+    own = (
+        (3 if fused and moe.clamp is None else 6) * moe.ffn_size // layout.etp // (moe.num_experts // layout.ep)
+    )  # one expert after the other
     # Rows of tokens on their way to the experts and back.
     rows = moe.top_k * layout.etp * max(5 * arch.hidden_size, 3 * arch.hidden_size + own) // sequence_shards(layout)
     return hidden + max(attention, rows)
 
 
-def backward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False, fused: bool = False) -> int:
+def backward_elements(arch: ModelArch, layout: ParallelLayout, kind: Kind = DENSE, fused: bool = False) -> int:
     """Peak working set of one layer's backward pass besides the kept activations, per token, in elements."""
     hidden = 2 * arch.hidden_size // sequence_shards(layout)  # gradients of the residual and of a norm
-    if sparse:
+    if kind.sparse:
         assert arch.moe is not None
         # Gradients of the rows on their way to the experts and back.
         return hidden + 5 * arch.moe.top_k * layout.etp * arch.hidden_size // sequence_shards(layout)
@@ -150,10 +166,17 @@ def _final_norm_elements(arch: ModelArch, layout: ParallelLayout, itemsize: int,
     """Activations per token behind the last layer, in elements."""
     wide = FP32 // itemsize
     # The norm's input in fp32, the normalised input and the output.
-    norm = arch.hidden_size * (wide + 2) // sequence_shards(layout)
+    norm = arch.hidden_size * (_normed(arch, itemsize) + 1) // sequence_shards(layout)
     if value_head:  # the head's fp32 copy of its input, and the fp32 gradients of both
         return norm + 3 * wide * arch.hidden_size // sequence_shards(layout)
     return norm + arch.hidden_size + _gathered(arch, layout)  # the gradient of the output, and the gathered output
+
+
+def _normed(arch: ModelArch, itemsize: int) -> int:
+    """Elements per channel that a norm keeps beside its output: the input in fp32 and the normalised input, which weights around 0
+    multiply in fp32."""
+    wide = FP32 // itemsize
+    return 2 * wide if arch.centred_norms else wide + 1
 
 
 def _gathered(arch: ModelArch, layout: ParallelLayout) -> int:
@@ -166,22 +189,49 @@ def _message(arch: ModelArch, layout: ParallelLayout) -> int:
 
 
 def layer_elements_per_token(
-    arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False, fused: bool = False
+    arch: ModelArch, layout: ParallelLayout, itemsize: int, kind: Kind = DENSE, fused: bool = False
 ) -> int:
-    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: the layer has experts."""
-    # Two norms: the input in fp32, the normalised input, the output.
-    norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
-    heads, kv_heads = arch.num_heads // layout.tp, arch.num_kv_heads // layout.tp
+    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes."""
+    # Two norms: the input in fp32, the normalised input, the output. Of those behind the blocks the residual keeps no output.
+    norms = 2 * arch.hidden_size * (_normed(arch, itemsize) + 1)
+    norms += 2 * arch.hidden_size * _normed(arch, itemsize) if arch.sandwich else 0
+    heads, kv_heads = arch.num_heads // layout.tp, arch.as_held(layout.tp).num_kv_heads // layout.tp
     # Query, key and value, the output, its copy in packed order; context parallel repeats KV heads if there are fewer than ranks.
     attention = 3 * (heads + max(kv_heads, layout.cp)) * arch.head_dim
+    if arch.latent is not None:
+        # Query, key, padded value and output, and the output without padding. Two norms of latents, as above.
+        attention = heads * (4 * arch.key_dim + arch.head_dim)
+        norms += (arch.latent.kv_rank + (arch.latent.q_rank or 0)) * (FP32 // itemsize + 2) + arch.latent.rope
     if arch.qk_norm:  # a copy of query and key in fp32, and the normalised ones
-        attention += 3 * (heads + kv_heads) * arch.head_dim
-    if sparse:
+        attention += max(3, _normed(arch, itemsize)) * (heads + kv_heads) * arch.head_dim
+    if arch.output_gate:  # its sigmoid, and the output before it; in fp32 the norm of queries keeps a copy, and gates beside them
+        attention += (4 if itemsize == FP32 else 2) * heads * arch.head_dim
+    if kind.delta:
+        attention = _delta_elements(arch.delta, layout, FP32 // itemsize)
+    if kind.sparse:
         assert arch.moe is not None
         mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize, fused)
+        mlp += (3 if fused else 5) * arch.moe.shared_size // layout.tp
+        mlp += arch.moe.shared_gate * arch.hidden_size // sequence_shards(layout)  # the output before its gate
     else:  # gate and up, and the product; not fused also up again (Megatron adds an offset to it) and silu(gate)
         mlp = (3 if fused else 5) * arch.ffn_size // layout.tp
     return norms // sequence_shards(layout) + attention + mlp
+
+
+def _delta_elements(delta: Delta | None, layout: ParallelLayout, wide: int) -> int:
+    """Elements that a gated delta net keeps per token of a rank. wide: of one in fp32."""
+    assert delta is not None
+    keys, values, heads = (size // layout.tp for size in (delta.keys, delta.values, delta.value_heads))
+    mixed, key_heads = 2 * keys + values, delta.key_heads // layout.tp
+    # The convolution's input and output; queries, keys and values of the rule; queries and keys of length 1, and copies of them
+    # for products of chunks.
+    kept = 2 * mixed + wide * (mixed + 6 * keys)
+    # Of every value head: key and value with their decay, the solved ones, query and key with theirs, what is written, the state of
+    # a chunk, scalars; four squares of a chunk, and two of a key head.
+    channels = delta.key_dim + delta.value_dim
+    of_head = 2 * channels + 2 * delta.key_dim + delta.value_dim + delta.key_dim * delta.value_dim // CHUNK + 12
+    kept += wide * (heads * (of_head + 4 * CHUNK) + 2 * key_heads * CHUNK)
+    return kept + (2 + 4 * wide) * values  # output, normed, weighted and gated; the gate and its SiLU
 
 
 def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int, fused: bool) -> int:
@@ -189,6 +239,8 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
     # A row: its input; gate and up, the product weighted by the router; not fused: also up with its offset, silu(gate) and the
     # product before weighting.
     row = hidden_size + (3 if fused else 6) * moe.ffn_size // layout.etp
+    if moe.clamp is not None:  # gate and up, both clamped, sigmoid, gate times it, up with its offset, product; unweighted output
+        row = 2 * hidden_size + 7 * moe.ffn_size // layout.etp
     # Weight (fp32) and choice (1 byte) of every expert; 24 bytes of indices and weights for each chosen one.
     router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
     # A rank of ep receives as many rows as it sends, top_k for each token (more if its experts are busier), and gathers those of
@@ -196,12 +248,30 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
     return (moe.top_k * layout.etp * row + router) // sequence_shards(layout)
 
 
+def score_bytes_per_token(arch: ModelArch, layout: ParallelLayout, longest: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a layer's attention scores per token of its rank: (kept for the backward pass, existing at once); (0, 0) for models
+    that do not store them. longest: tokens of a sequence."""
+    if not arch.keeps_scores:
+        return 0, 0
+    # Sliding windows save nothing: scores exist for all pairs of tokens. cp leaves a rank fewer heads and all tokens of these.
+    pairs = arch.num_heads // layout.tp * longest
+    # The softmax, and its rounding for the product with the values; scores, capped or masked ones, their softmax.
+    return pairs * (FP32 + itemsize), 3 * pairs * FP32
+
+
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
     """Peak of a stage in the unit of `chunks`: what a micro-batch keeps in each model chunk from its forward to its backward."""
     # The warm-up is shorter than two rounds of pp micro-batches; from then on every round is like the one before.
     count = padded_micro_batches(layout, min(num_micro_batches, 4 * layout.pp))
+    unit = gcd(*chunks) or 1  # most layouts have equal chunks, whose peak is that of one unit each
+    shape = tuple(one // unit for one in chunks)
+    return unit * _peak_in_flight(layout.pp, layout.vpp, stage, count, min(num_micro_batches, count), shape)
+
+
+@cache  # a search asks for the same few shapes again and again
+def _peak_in_flight(pp: int, vpp: int, stage: int, count: int, num_micro_batches: int, chunks: tuple[int, ...]) -> int:
     held = peak = 0
-    for kind, chunk, micro_batch in order_of_passes(layout, stage, count):
+    for kind, chunk, micro_batch in order_of_passes(pp, vpp, stage, count):
         if micro_batch < num_micro_batches:  # micro-batches that only fill up the last round add no sequences
             held += chunks[chunk] if kind == "forward" else -chunks[chunk]
             peak = max(peak, held)

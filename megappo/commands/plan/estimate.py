@@ -3,7 +3,7 @@ Certain memory (weights, gradients, optimizer, KV cache) can refuse a run; the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor
@@ -14,7 +14,6 @@ from megappo.commands.plan.fsdp2 import count_own_parameters, inputs_away, score
 from megappo.commands.plan.hf_activations import OwnPasses
 from megappo.commands.plan.memory import (
     GIB,
-    Counter,
     Moment,
     ParameterCount,
     RoleMemory,
@@ -41,6 +40,7 @@ from megappo.config.layout_checks import (
 )
 from megappo.config.role_sections import TrainableConfig, key_of_role, section_of
 from megappo.config.schema import TrainConfig
+from megappo.data.packing import route_dtype
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import adapted_modules, tensors_to_adapt
@@ -70,6 +70,8 @@ class Plan:
     reserve: int = 0
     """Bytes of one rank for the CUDA context and NCCL."""
     warnings: tuple[str, ...] = field(default=())
+    is_supervised: bool = False
+    """The step is that of a supervised run (`supervised.step_like`)."""
 
     @property
     def replicas(self) -> int:
@@ -82,8 +84,8 @@ class Plan:
 
     @property
     def samples(self) -> bool:
-        """True if the policy samples; False if a critic trains on recorded trajectories."""
-        return "policy" in self.layouts
+        """True if the policy samples; False if a critic trains on recorded trajectories, or a model on examples."""
+        return "policy" in self.layouts and not self.is_supervised
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
@@ -125,7 +127,10 @@ class Plan:
     def experience(self, rank: int) -> int:
         """`experience_bytes` of one rank; 0 on a CPU, where they take no memory of a device."""
         replicas = {role: self.layouts[role].dp for role in self.roles_on(rank)}
-        return experience_bytes(self.config, self.world_size, replicas) if self.device == "cuda" else 0
+        routes = route_bytes(self.config, self.archs.get("policy"))
+        if self.is_supervised:  # examples stay on the host
+            return 0
+        return experience_bytes(self.config, self.world_size, replicas, routes) if self.device == "cuda" else 0
 
     def certain(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, without activations."""
@@ -134,7 +139,8 @@ class Plan:
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
-        pushed = [beside_sampler(self.config, role, self.stage(role, rank)) for role in self._beside_sampler(rank)]
+        trained = trained_sections(self.config)
+        pushed = [beside_sampler(self.stage(role, rank), role in trained) for role in self._beside_sampler(rank)]
         return self._fullest(rank, [m.active for m in self._roles(rank)], pushed)
 
     def _roles(self, rank: int) -> list[RoleMemory]:
@@ -198,9 +204,9 @@ def roles_beside_sampler(config: TrainConfig) -> list[str]:
     return [*trained_sections(config), *(["reward_model"] if evaluates else [])]
 
 
-def beside_sampler(config: TrainConfig, role: str, memory: RoleMemory) -> int:
+def beside_sampler(memory: RoleMemory, is_trained: bool) -> int:
     """Bytes that a role of `roles_beside_sampler` adds on the device while it works."""
-    return memory.saving if role in trained_sections(config) else memory.inferring
+    return memory.saving if is_trained else memory.inferring
 
 
 def make_plan(
@@ -210,9 +216,12 @@ def make_plan(
     world_size: int,
     device: Device,
     device_memory: int | None = None,
+    *,
+    is_supervised: bool = False,
 ) -> Plan:
     """Plan a run and check it. ConfigError if its certain memory exceeds `device_memory` (bytes), or if vLLM could not start."""
     plan = work_out(config, archs, layouts, world_size, device, device_memory)
+    plan = replace(plan, is_supervised=is_supervised)
     check_kv_cache(plan)
     plan = _check_fit(plan)
     check_rollout_start(plan)
@@ -226,13 +235,12 @@ def work_out(
     world_size: int,
     device: Device,
     device_memory: int | None = None,
-    counter: Counter = count_parameters,
 ) -> Plan:
     """Plan a run without checking whether it fits."""
     step = step_arithmetic(config)
-    micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
+    micro_batches = {role: _work(config, role, layout, device).num_micro_batches for role, layout in layouts.items()}
     memory = {
-        role: tuple(memory_of_stage(config, role, archs[role], layout, stage, device, counter) for stage in range(layout.pp))
+        role: tuple(memory_of_stages(config, role, archs[role], layout, range(layout.pp), device).values())
         for role, layout in layouts.items()
     }
     by_vllm = config.rollout.engine == "vllm" and "policy" in layouts
@@ -258,26 +266,33 @@ def _each(samples: int, count: int) -> int:
     return -(-samples // count)
 
 
-def experience_bytes(config: TrainConfig, world_size: int, replicas: Mapping[str, int]) -> int:
+def route_bytes(config: TrainConfig, arch: ModelArch | None) -> int:
+    """Bytes of the experts that the sampler chose for a token, if they are replayed. arch: of the policy, if there is one."""
+    if arch is None or arch.moe is None or not config.rollout.replays_experts:
+        return 0
+    return route_pairs(arch) * route_dtype(arch.moe.num_experts).itemsize
+
+
+def route_pairs(arch: ModelArch) -> int:
+    """Count the experts that a token meets in all layers."""
+    return 0 if arch.moe is None else (arch.num_layers - len(arch.moe.dense_layers)) * arch.moe.top_k
+
+
+def experience_bytes(config: TrainConfig, world_size: int, replicas: Mapping[str, int], routes: int = 0) -> int:
     """Bytes of a step's tokens and fields on one rank if all are at their longest: its own samples at the end of stage 5, and what
-    its trained roles read of theirs in stage 6. replicas: role on the rank -> its model replicas."""
-    step, has_reference = step_arithmetic(config), "reference" in roles_in_use(config) or reference_is_base(config)
-    # Log-probs of sampler, policy and reference, entropy, reward, both advantages; value and returns of each critic.
-    held = _each(step.samples, world_size) * _token_bytes(6 + has_reference + 2 * len(config.critics_in_use))
+    its trained roles read of theirs in stage 6. replicas: role on the rank -> its model replicas. routes: `route_bytes`."""
+    step, frozen = step_arithmetic(config), {"reference", "teacher"} & {*roles_in_use(config)}
+    num_frozen = len(frozen) + reference_is_base(config)
+    # Log-probs of sampler, policy, reference and teacher, entropy, reward, both advantages; value and returns of each critic.
+    held = _each(step.samples, world_size) * (_token_bytes(6 + num_frozen + 2 * len(config.critics_in_use)) + routes)
     for role in set(replicas) & set(trained_sections(config)):
-        held += _each(step.samples, replicas[role]) * _token_bytes(values_read(config, role)[1])
+        read = _token_bytes(values_read(config, role)[1]) + (routes if role == "policy" else 0)
+        held += _each(step.samples, replicas[role]) * read
     return held * step.max_sequence_tokens
 
 
 def _token_bytes(num_fields: int) -> int:
     return 8 + 1 + 4 * num_fields  # id, response_mask, fp32 fields
-
-
-def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Most micro-batches of one pass: when every sequence and every text is at its longest."""
-    texts = text_arithmetic(config, role)
-    sequences = _each(samples_of_pass(config, role, step), layout.dp) + _each(texts.count, layout.dp)
-    return micro_batches_bound(sequences, _longest(config, role), section_of(config, role).micro_batch_tokens)
 
 
 def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
@@ -290,24 +305,32 @@ def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLay
     return tokens + -(-tokens // longest) * padding
 
 
-def memory_of_stage(
-    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
-) -> RoleMemory:
-    """Memory of one rank of a stage of a role's layout."""
+def memory_of_stages(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stages: Iterable[int], device: Device
+) -> dict[int, RoleMemory]:
+    """Stage -> memory of one of its ranks, of these stages of a role's layout."""
     settings, work = section_of(config, role), _work(config, role, layout, device)
-    frozen = frozen_of(settings, arch, value_head=work.value_head)
-    if settings.engine == "megatron":
-        memory, count = role_memory(arch, layout, stage, replace(work, frozen=frozen), counter), counter(arch, layout, stage)
-        return _with_average(config, role, memory, count, layout, device)
-    memory = role_memory(arch, layout, stage, work, count_own_parameters)
-    # `sharded_memory` counts what is frozen by transformers' names.
-    memory = _sharded(config, role, arch, layout, device, memory, replace(work, frozen=frozen))
-    return _with_average(config, role, memory, None, layout, device)
+    if work.values is not None and (role == "policy" or role == "reference" and config.rollout.replay_experts == "all"):
+        # The routes of a micro-batch, and a table of them in int16
+        numbers = -(-(2 * route_pairs(arch) + route_bytes(config, arch)) // 4) if route_bytes(config, arch) else 0
+        work = replace(work, values=(work.values[0] + numbers, work.values[1] + numbers))
+    kept, found = replace(work, frozen=frozen_of(settings, arch, value_head=work.value_head)), {}
+    for stage in stages:
+        count = None
+        if settings.engine == "megatron":
+            memory, count = role_memory(arch, layout, stage, kept), count_parameters(arch, layout, stage)
+        else:
+            memory = role_memory(arch, layout, stage, work, count_own_parameters)
+            # `sharded_memory` counts what is frozen by transformers' names.
+            memory = _sharded(config, role, arch, layout, device, memory, kept)
+        found[stage] = _with_average(config, role, memory, count, layout, device)
+    return found
 
 
 def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device) -> RoleWork:
     """Settings and sizes of a role's passes; nothing is frozen."""
     step, settings, texts = step_arithmetic(config), section_of(config, role), text_arithmetic(config, role)
+    longest, samples = _longest(config, role), samples_of_pass(config, role, step)
 
     def full(samples: int, longest: int, texts_tokens: int = 0) -> int:
         total = _each(samples, layout.dp) * step.max_sequence_tokens + texts_tokens
@@ -316,12 +339,14 @@ def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device
     work = RoleWork(
         dtype=settings.dtype,
         trained=False,
-        micro_batch_tokens=full(
-            samples_of_pass(config, role, step), _longest(config, role), _each(texts.count, layout.dp) * texts.max_tokens
-        ),
+        micro_batch_tokens=full(samples, longest, _each(texts.count, layout.dp) * texts.max_tokens),
+        longest=longest if settings.engine == "megatron" else 0,  # `_sharded` counts scores by itself
         # Log-probs and values are computed for the whole step at once, and not for texts.
         forward_tokens=full(step.samples, step.max_sequence_tokens),
-        num_micro_batches=_micro_batches(config, role, layout, step),
+        # The most of a pass: when every sequence and every text is at its longest.
+        num_micro_batches=micro_batches_bound(
+            _each(samples, layout.dp) + _each(texts.count, layout.dp), longest, settings.micro_batch_tokens
+        ),
         value_head=value_head_of(settings) is not None,
         fused=device == "cuda",
         values=values_read(config, role),
@@ -364,7 +389,7 @@ def _sharded(
         if work.lora is not None:
             names = adapted_modules(tensors_to_adapt(arch), work.lora.targets)
             adapted = frozenset(name.rpartition(".")[2] for name in names)
-        read_forward, read = values_read(config, role)
+        read_forward, read = work.values or (0, 0)
         how["passes"] = OwnPasses(
             tokens=-(-tokens // layout.cp),
             forward_tokens=-(-forward_tokens // layout.cp),
@@ -393,11 +418,16 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     """Numbers per token that a role's passes read (without, with) gradients: kept top-k ids and the fields of its losses."""
     if value_head_of(section_of(config, role)) is not None:
         return 0, len(critic_reads(role))
-    s = config.rollout.sampling
-    sampling = SamplingParams(
-        config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_top_k_ids=s.replay_top_k_ids
-    )
-    return sampling.top_k_width, sampling.top_k_width + len(policy_reads(config.algorithm))
+    kept = ids_of_token(config)
+    return kept, kept + len(policy_reads(config.algorithm))
+
+
+def ids_of_token(config: TrainConfig) -> int:
+    """Ids that the sampler keeps of a token, at most; 0 if it samples from all."""
+    rollout, s = config.rollout, config.rollout.sampling
+    return SamplingParams(
+        rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_top_k_ids=s.replay_top_k_ids
+    ).top_k_width
 
 
 def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
@@ -412,8 +442,9 @@ def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, devi
 
 
 def sequences_at_once(plan: Plan) -> int:
-    """Most sequences that one vLLM replica decodes together."""
-    return min(plan.config.rollout.max_num_seqs, sequences_of_replica(plan.step.samples, plan.replicas))
+    """Most sequences that one vLLM replica decodes together, of all steps that may have begun (`rollout.max_staleness`)."""
+    begun = plan.step.samples * (1 + (plan.config.rollout.max_staleness or 0))
+    return min(plan.config.rollout.max_num_seqs, sequences_of_replica(begun, plan.replicas))
 
 
 def sequences_of_replica(samples: int, replicas: int) -> int:

@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
-from megappo.commands.plan.activations import FP32, ITEMSIZE, Recompute, RoleWork, sequence_shards
+from megappo.commands.plan.activations import FP32, ITEMSIZE, Recompute, RoleWork, score_bytes_per_token, sequence_shards
 from megappo.commands.plan.hf_activations import Gathered, OwnPasses, forward_peak, training_peak
 from megappo.commands.plan.memory import ParameterCount, RoleMemory
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
 from megappo.models.int8_linear import SCALE_BYTES, most_blocks
-from megappo.models.lora import adapted_of, int8_modules, shapes_beside_base
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_of, int8_modules, shapes_beside_base
 from megappo.models.lora_shards import adapter_cuts
-from megappo.models.row_shards import layer_prefix, shard_box, shards_of
+from megappo.models.row_shards import layer_prefix, rows_of_rank, shard_box, shards_of, stacks_of
 from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_cuts
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
@@ -25,7 +26,12 @@ from megappo.parallel.layout import ParallelLayout
 
 def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
     """Count the parameters of transformers' class on one tp rank, unsharded. It is a `memory.Counter`."""
-    sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
+    return _count_own(arch, layout.tp, value_head)
+
+
+@cache  # a search of layouts asks thousands of times
+def _count_own(arch: ModelArch, tp: int, value_head: bool) -> ParameterCount:
+    sizes = _sizes(arch, ParallelLayout(tp, tp=tp), value_head)
     return ParameterCount(sum(sizes.values()), 0, sizes.get(VALUE_HEAD, 0))
 
 
@@ -46,13 +52,9 @@ def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[st
 def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
     """Bytes of attention scores in (a pass without gradients, a training pass); (0, 0) for models that do not store them. tokens:
     of a micro-batch, in sequences of `longest` tokens."""
-    if not arch.keeps_scores:
-        return 0, 0
-    # Sliding windows save nothing: scores exist for all pairs of tokens.
-    pairs = arch.num_heads * tokens * longest
-    working = 3 * pairs * FP32  # scores, capped or masked ones, their softmax
-    kept = pairs * (FP32 + itemsize)  # the softmax, and its rounding for the product with the values
-    return working + pairs * itemsize, working + kept * (arch.num_layers if recompute == "none" else 1)
+    kept, working = (tokens * one for one in score_bytes_per_token(arch, ParallelLayout(1), longest, itemsize))
+    rounded = kept * itemsize // (FP32 + itemsize)
+    return working + rounded, working + kept * (arch.num_layers if recompute == "none" else 1)
 
 
 def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int) -> int:
@@ -77,6 +79,15 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
     value_head, lora, itemsize = work.value_head, work.lora, ITEMSIZE[work.dtype]
     still = frozen_whole(arch, work.frozen, value_head=value_head)
     of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
+    stacks = stacks_of(arch, set(adapted_of(of_adapters)))
+    stacked = {
+        stack.name + part: (len(stack.modules), prod(of_adapters[stack.modules[0] + part]))
+        for stack in stacks
+        for part in (ADAPTER_A, ADAPTER_B)
+    }
+    for stack in stacks:
+        for module in stack.modules:
+            del of_adapters[module + ADAPTER_A], of_adapters[module + ADAPTER_B]
     cuts = adapter_cuts(arch, adapted_of(of_adapters))
 
     def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
@@ -84,6 +95,8 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
         base = _sizes(arch, over, value_head)
         boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
         beside = {name: box.area for name, box in boxes.items() if box is not None}
+        for name, (experts, each) in stacked.items():
+            beside[name] = rows_of_rank(experts, over.dp * over.cp, 0)[1] * each
         everything = {**base, **beside}
         trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
         return everything, trains if work.trained else {}

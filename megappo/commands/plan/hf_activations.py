@@ -77,7 +77,7 @@ def forward_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes:
     mlp = (4 if passes.reads("gate_proj", "up_proj") and passes.adapted is not None else 3) * arch.ffn_size // layout.tp
     # The embedding, whole on every tp rank; the residual and its norm, which sequence parallel also gathers.
     stream = hidden + 2 * hidden // sequence_shards(layout) + (hidden if layout.sequence_parallel else 0)
-    layer = stream + max(attention * arch.head_dim, hidden // sequence_shards(layout) + mlp) + 2 * arch.head_dim
+    layer = stream + max(attention * arch.key_dim, hidden // sequence_shards(layout) + mlp) + 2 * arch.key_dim
     working = gathered.layer + gathered.in_flight + tokens * layer * itemsize
     output = tokens * (stream + hidden) * itemsize
     if not passes.value_head:
@@ -96,7 +96,7 @@ def training_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes
     if passes.recompute == "full":
         kept, inside, first = stream * itemsize * tokens, kept - shared, 0
     # What all layers keep, the tables of rotations, and the root, which stays gathered.
-    base = passes.batch + arch.num_layers * kept - first + 2 * tokens * arch.head_dim * itemsize + gathered.root
+    base = passes.batch + arch.num_layers * kept - first + 2 * tokens * arch.key_dim * itemsize + gathered.root
     output = arch.hidden_size if layout.sequence_parallel else 0
     # The last norm's input in fp32, its rounded quotient (for a weight that trains), the output, and the output's gradient.
     last_norm = tokens * (stream * (wide + 2 + (passes.adapted is None)) + output) * itemsize
@@ -137,9 +137,9 @@ def layer_bytes(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes: 
     # Query, key and value as the kernel reads them, its output, which the CPU copies to packed order; under selective
     # recomputation the rotated ones and the copy alone.
     outputs = 1 if passes.device == "cuda" or passes.recompute == "selective" else 1 + reads("o_proj")
-    elements += ((1 + outputs) * heads + 2 * kv_heads) * arch.head_dim
+    elements += ((1 + outputs) * heads + 2 * kv_heads) * arch.key_dim
     if arch.qk_norm:
-        elements += (wide + trains) * (heads + kv_heads) * arch.head_dim
+        elements += (wide + trains) * (heads + kv_heads) * arch.key_dim
     elements += (3 + reads("down_proj")) * arch.ffn_size // layout.tp  # gate, silu(gate), up; and their product
     elements += passes.rank * len(adapted or ())
     # fp32: the softmax's sum for each head, the inverse root of each norm. Places of tokens in packed order, on the CPU.

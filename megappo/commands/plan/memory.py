@@ -6,18 +6,27 @@ from __future__ import annotations
 from collections import Counter as Counted
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
-from typing import Literal, Protocol
+from math import lcm, prod
+from typing import Any, Literal, Protocol
 
-from megappo.commands.plan.activations import FP32, ITEMSIZE, RoleWork, activation_bytes, forward_bytes, micro_batch_bytes
+from megappo.commands.plan.activations import (
+    FP32,
+    ITEMSIZE,
+    RoleWork,
+    activation_bytes,
+    forward_bytes,
+    micro_batch_bytes,
+    sequence_shards,
+)
 from megappo.config.role_sections import LoraConfig
-from megappo.models.arch import ModelArch
+from megappo.models.arch import Kind, ModelArch
 from megappo.models.freeze import frozen_on_rank
 from megappo.models.int8_linear import SCALE_BYTES
-from megappo.models.lora import adapted_modules, int8_modules, tensors_to_adapt
+from megappo.models.lora import adapted_modules, expert_of, int8_modules, products_per_token, tensors_to_adapt
 from megappo.models.lora_shards import adapter_numel, int8_linears
 from megappo.models.row_shards import layer_prefix
-from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, end_shapes, hf_tensors, layer_shapes, local_shapes
+from megappo.models.weight_rules import CORRECTION
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.tables import GIB
 
@@ -109,6 +118,8 @@ class ParameterCount:
     experts: int
     fp32: int
     """Those of the value head, which are fp32 for any dtype; `dense` includes them."""
+    constant: int = 0
+    """Corrections of experts' scores, which are fp32 and do not train; `dense` includes them."""
 
     @property
     def total(self) -> int:
@@ -121,18 +132,41 @@ class Counter(Protocol):
     def __call__(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount: ...
 
 
+@cache  # a search of layouts asks thousands of times
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
     """Count the parameters of one rank from the weight maps (`weight_map.py`). All ranks of a stage hold equally many."""
-    sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
-    experts = sum(size for name, size in sizes.items() if EXPERTS in name)
-    return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))
+    before, behind = end_shapes(arch, layout, stage, value_head)
+    dense, experts, constant = sum(map(prod, before.values())) + sum(map(prod, behind.values())), 0, 0
+    chunks = [layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp)]
+    for kind, layers in ((kind, count) for chunk in chunks for kind, count in arch.count_kinds(chunk).items()):
+        own = _count_layer(arch, layout.tp, layout.ep, layout.etp, kind)
+        dense, experts, constant = dense + layers * own.dense, experts + layers * own.experts, constant + layers * own.constant
+    return ParameterCount(dense, experts, prod(behind.get(LOCAL_VALUE_HEAD, (0,))), constant)
+
+
+@cache
+def count_tensors(arch: ModelArch) -> int:
+    """Count the tensors of the checkpoint."""
+    return len(hf_tensors(arch))
+
+
+@cache
+def _count_layer(arch: ModelArch, tp: int, ep: int, etp: int, kind: Kind) -> ParameterCount:
+    """Count the parameters of a layer of this kind on one rank."""
+    layout = ParallelLayout(lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
+    layer = next(layer for layer in range(arch.num_layers) if arch.kind(layer) == kind)
+    sizes = [(name, prod(shape)) for name, shape in layer_shapes(arch, layout, layout.coordinates(0), layer)]
+    experts = sum(size for name, size in sizes if EXPERTS in f".{name}")
+    constant = sum(size for name, size in sizes if name.endswith(CORRECTION.local))
+    return ParameterCount(sum(size for _, size in sizes) - experts, experts, 0, constant)
 
 
 def role_memory(
     arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, counter: Counter = count_parameters
 ) -> RoleMemory:
     lora, frozen = work.lora, work.frozen
-    count = trains = counter(arch, layout, stage, work.value_head)
+    count = counter(arch, layout, stage, work.value_head)
+    trains = replace(count, dense=count.dense - count.constant, constant=0)
     read = 0
     itemsize = ITEMSIZE[work.dtype]
     weights = saved = _weight_bytes(count, itemsize)
@@ -149,13 +183,14 @@ def role_memory(
     optimizer = _optimizer_bytes(trains, itemsize, layout, work.distributed_optimizer) if work.trained else 0
     tokens = -(-work.micro_batch_tokens // layout.cp)
     pass_tokens = tokens if work.forward_tokens is None else -(-work.forward_tokens // layout.cp)
-    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=work.value_head, fused=work.fused)
+    sizes: dict[str, Any] = {"value_head": work.value_head, "fused": work.fused, "longest": work.longest}
+    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, **sizes)
     if work.values is not None:
         forward += micro_batch_bytes(layout, work.forward_tokens or work.micro_batch_tokens, work.values[0])
     forward += read
     activations = forward
     if work.trained:
-        width = 0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets)
+        width = 0 if lora is None else lora.rank * _adapters_in_layer(arch, layout, lora.targets)
         activations = activation_bytes(arch, layout, stage, work, width)
         activations += read + (0 if work.values is None else micro_batch_bytes(layout, work.micro_batch_tokens, work.values[1]))
     parameters_away, gradients_away, optimizer_away = work.offload
@@ -198,12 +233,14 @@ def with_average(
 
 
 def _weight_bytes(count: ParameterCount, itemsize: int) -> int:
-    return (count.total - count.fp32) * itemsize + count.fp32 * FP32
+    fp32 = count.fp32 + count.constant
+    return (count.total - fp32) * itemsize + fp32 * FP32
 
 
 def count_trained(arch: ModelArch, layout: ParallelLayout, stage: int, lora: LoraConfig, count: ParameterCount) -> ParameterCount:
     """Count what trains on one rank of a stage beside a frozen base: adapters and a value head. count: of the base and head."""
-    return ParameterCount(_count_adapters(arch, layout, stage, lora.targets, lora.rank) + count.fp32, 0, count.fp32)
+    beside, of_experts = _count_adapters(arch, layout, stage, lora.targets, lora.rank)
+    return ParameterCount(beside + count.fp32, of_experts, count.fp32)
 
 
 def count_unfrozen(
@@ -212,22 +249,28 @@ def count_unfrozen(
     """Count the parameters on one Megatron rank of a stage that are not frozen. count: of all of them."""
     rank = layout.rank_of(pp=stage)
     shapes, still = local_shapes(arch, layout, rank, value_head), frozen_on_rank(arch, layout, rank, frozen, value_head=value_head)
-    away = {name: prod(shapes[name]) for name in still}
+    away = {name: prod(shapes[name]) for name in still if not name.endswith(CORRECTION.local)}
     experts = sum(size for name, size in away.items() if EXPERTS in name)
-    return ParameterCount(count.dense - (sum(away.values()) - experts), count.experts - experts, count.fp32)
+    dense = count.dense - count.constant - (sum(away.values()) - experts)
+    return ParameterCount(dense, count.experts - experts, count.fp32)
 
 
 @cache
-def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets: Targets, rank: int) -> int:
+def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets: Targets, rank: int) -> tuple[int, int]:
     modules = adapted_modules(tensors_to_adapt(arch), targets)
-    if arch.own:  # without a family, and so without tp and stages
-        return sum(rank * (rows + columns) for rows, columns in modules.values())
+    if arch.own:  # without a family, and so without tp, ep and stages
+        return sum(rank * (rows + columns) for rows, columns in modules.values()), 0
     return adapter_numel(arch, layout, stage, modules, rank)
 
 
 @cache
-def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
-    return max(Counted(map(layer_prefix, adapted_modules(tensors_to_adapt(arch), targets))).values())
+def _adapters_in_layer(arch: ModelArch, layout: ParallelLayout, targets: Targets) -> int:
+    """Most adapters of a layer that a token passes, those of experts as often as it is in their rows on one rank."""
+    in_layers: Counted[str] = Counted()
+    for module, products in products_per_token(adapted_modules(tensors_to_adapt(arch), targets), arch.moe).items():
+        rows = -(-products * layout.etp // sequence_shards(layout)) if expert_of(module) is not None else 1
+        in_layers[layer_prefix(module)] += rows
+    return max(in_layers.values())
 
 
 def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:
@@ -289,14 +332,17 @@ def rollout_memory(
     if arch.own:  # no family says what is cut: assume that everything is, with no padded vocabulary
         kv_heads, parameters = arch.num_kv_heads, -(-sum(map(prod, hf_tensors(arch).values())) // tp)
     else:
-        kv_heads = max(arch.num_kv_heads, tp)  # vLLM repeats KV heads if there are fewer than ranks
+        kv_heads = arch.as_held(tp).num_kv_heads  # vLLM repeats KV heads too
         vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
         # vLLM cuts experts like any other matrix; Megatron's etp does the same.
         layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
         parameters = count_parameters(replace(arch, num_kv_heads=kv_heads, vocab_size=vocab_size), layout, stage=0).total
     weights = itemsize * parameters
     # 2: keys and values.
-    per_token = 2 * arch.num_layers * kv_heads // tp * arch.head_dim * itemsize
+    with_attention = sum(not arch.kind(layer).delta for layer in range(arch.num_layers))  # states of delta nets do not grow
+    per_token = 2 * with_attention * kv_heads // tp * arch.head_dim * itemsize
+    if arch.latent is not None:  # every rank keeps the latents, of which keys and values are made
+        per_token = arch.num_layers * (arch.latent.kv_rank + arch.latent.rope) * itemsize
     if kv_cache_gib is not None:
         cache: int | None = int(kv_cache_gib * GIB)
     else:

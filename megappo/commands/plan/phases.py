@@ -11,6 +11,7 @@ from typing import Any
 
 from megappo.commands.plan.estimate import Plan, beside_sampler, check_kv_cache, roles_beside_sampler, sequences_at_once, work_out
 from megappo.commands.plan.memory import Moment, RoleMemory
+from megappo.commands.plan.reserve import MOST_PEERS
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of, world_problems
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig, key_of_role, section_of, with_sections
@@ -52,9 +53,10 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
     here = plan.roles_on(rank)
     if plan.generates(rank):
         add("generate", "rollout", 0, "generate")
-    elif plan.rollout is None and "policy" in here:
+    elif plan.samples and plan.rollout is None and "policy" in here:
         add("generate", "policy", memory("policy").inferring, "generate")
-    for role in filter(here.__contains__, forward_passes(plan.config)):
+    passes = [role for role in forward_passes(plan.config) if not plan.is_supervised or role not in trained_sections(plan.config)]
+    for role in filter(here.__contains__, passes):
         add(pass_name(plan.config, role), role, memory(role).inferring)
     if experience and not here:  # a rank that only generates is given a share of the samples
         add("advantages", "rollout", 0)
@@ -62,12 +64,12 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
     for role in sorted(trained, key=lambda role: role == "policy"):  # PPO's order of updates: the critics first
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
-    if "policy" in here:
+    if plan.samples and "policy" in here:
         add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
     for role in filter(here.__contains__, roles_beside_sampler(plan.config)):
         # A checkpoint is written role by role, every rank its own part, tensor by tensor.
         what = f"{role} checkpoint" if role in trained_sections(plan.config) else f"{pass_name(plan.config, role)}, evaluation"
-        add(what, role, beside_sampler(plan.config, role, memory(role)), "pushed")
+        add(what, role, beside_sampler(memory(role), role in trained_sections(plan.config)), "pushed")
     return found
 
 
@@ -184,6 +186,8 @@ def _layouts(config: TrainConfig, role: str) -> Iterator[tuple[str, TrainConfig]
     parallel = section_of(config, role).parallel
     for axis in AXES:
         size = 2 * getattr(parallel, axis)
+        if axis == "tp" and size > MOST_PEERS + 1:
+            continue  # out of a node, where the sums of every layer are slow
         yield f"{key_of_role(role)}.parallel.{axis}={size}", _with(config, role, parallel=parallel.model_copy(update={axis: size}))
     if parallel.tp > 1 and not parallel.sequence_parallel:
         cut = parallel.model_copy(update={"sequence_parallel": True})

@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.commands.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
+from megappo.commands.plan.estimate import Plan, ids_of_token, samples_of_pass, sequences_at_once, work_out
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
@@ -19,15 +19,18 @@ from megappo.models.freeze import frozen_of
 from megappo.models.lora import shapes_beside_base
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout, Placement, ranks_by_roles
+from megappo.runtime.messages import name_ranks
 from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
-from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.recorded import RecordedData, describe
+from megappo.trainer.prepare.run import AnyData
+from megappo.trainer.prepare.supervised import SupervisedData
+from megappo.trainer.prepare.supervised import describe as describe_examples
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
 
 
-def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequence[str] = ()) -> str:
+def report(plan: Plan, data: AnyData | None = None, notes: Sequence[str] = ()) -> str:
     blocks = [
         ["models", *_model_lines(plan)],
         ["ranks", *_rank_lines(plan)],
@@ -42,19 +45,24 @@ def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequen
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def brief(plan: Plan, data: RunData | RecordedData, notes: Sequence[str], command: str) -> str:
+def brief(plan: Plan, data: AnyData, notes: Sequence[str], command: str) -> str:
     """Plan of a run that starts: ranks, the fullest rank's memory, batches and data. command: prints the whole one."""
     layouts = ", ".join(f"{role} {layout}" for role, layout in plan.layouts.items())
     batch = _batch_lines(plan)[: 1 + len({update_schedule(plan.config, role) for role in trained_sections(plan.config)})]
+    models = [_model_of(plan, role) for role in plan.layouts] if plan.is_supervised else []
     lines = [
         f"plan (all of it: {command})",
-        f"  {plan.world_size} ranks on {plan.device}: {layouts}",
-        f"  {_rollout_ranks(plan)}",
+        *(models or [f"  {plan.world_size} ranks on {plan.device}: {layouts}", f"  {_rollout_ranks(plan)}"]),
         f"  memory of the fullest rank: {_fullest(plan)}",
         *batch,
         *_data_lines(plan, data),
     ]
     return "\n".join([*lines, *remark_lines(plan, notes)]) + "\n"
+
+
+def _model_of(plan: Plan, role: str) -> str:
+    parameters, layout = sum(_parameters(plan, role).values()), plan.layouts[role]
+    return f"  {role}: {plan.archs[role].family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks"
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
@@ -135,7 +143,7 @@ def _rank_lines(plan: Plan) -> list[str]:
         lines += [
             f"  {role:9} {axis:3} {text}" for role, row in zip(layouts, groups) for axis, text in zip(grouped, row) if text != "-"
         ]
-    return [*lines, *_split_lines(plan), *_placement_lines(plan), f"  {_rollout_ranks(plan)}"]
+    return [*lines, *_split_lines(plan), *_placement_lines(plan), f"  {_rollout_ranks(plan)}", *_ahead_lines(plan)]
 
 
 def _size(layout: ParallelLayout, axis: str) -> str:
@@ -171,7 +179,7 @@ def _split_lines(plan: Plan) -> Iterator[str]:
 
 def _rollout_ranks(plan: Plan) -> str:
     if not plan.samples:
-        return "no rollout: the trajectories are recorded"
+        return "no rollout: the examples are given" if plan.is_supervised else "no rollout: the trajectories are recorded"
     if plan.rollout is None:
         return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
     tp = plan.config.rollout.tp
@@ -179,6 +187,27 @@ def _rollout_ranks(plan: Plan) -> str:
     replicas = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
     count = "1 replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     return f"rollout by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
+
+
+def _ahead_lines(plan: Plan) -> Iterator[str]:
+    """Which ranks train meanwhile, and what is in flight, with `rollout.max_staleness`."""
+    ahead = plan.config.rollout.max_staleness
+    if ahead is not None and plan.samples:
+        training = name_ranks(range(plan.placements["rollout"].ranks[0]))
+        responses = plan.step.samples * (ahead + 1)
+        tokens = responses * plan.config.rollout.max_response_tokens
+        yield f"  meanwhile {training} train; in flight (rollout.max_staleness {ahead}) are at most"
+        yield f"  {_count(ahead + 1, 'step')}: {responses:,} responses of {tokens:,} tokens"
+
+
+def in_flight_bytes(plan: Plan) -> int:
+    """Most bytes of the files of a checkpoint with what responses of later steps have drawn, those of all replicas together."""
+    config = plan.config.rollout
+    ahead = config.max_staleness or 0
+    kept = ids_of_token(plan.config)
+    of_token = 8 + (4 + 4 * kept if kept else 0)  # id, log-prob, and ids that it was drawn from, with their number
+    named = 72 + 18 * (ahead + 1)  # in JSON, with a segment of each version
+    return ahead * plan.step.samples * (config.max_response_tokens * of_token + named)
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -206,6 +235,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *(["  torch's allocator reserves about 6 % over what is alive, which no sum here has"] if plan.device == "cuda" else []),
         *(["  experience: tokens and fields of a step whose responses are all at their longest"] if plan.experience(rank) else []),
         *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
@@ -387,6 +417,8 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
     if plan.config.trainer.keep_best is not None:
         at_once = settings.keep_last + 2  # and the best
     yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
+    if in_flight := in_flight_bytes(plan):
+        yield f"  and at most about {gib(in_flight)} GiB of responses that later steps have begun (rollout-N.bin)"
     if settings.save_every == "auto":
         hours = expected_mtbf_hours(plan.world_size)
         every = ", ".join(f"{figures(best_interval_s(s, hours) / 60)} min if {s} s" for s in (1, 10, 60))
@@ -397,9 +429,11 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
         yield "  " + (words.get(settings.save_every) or f"one every {_count(int(settings.save_every), 'step')}")
 
 
-def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:
+def _data_lines(plan: Plan, data: AnyData) -> list[str]:
     if isinstance(data, RecordedData):
         return [f"  {describe(data, plan.step.samples)}"]
+    if isinstance(data, SupervisedData):
+        return [f"  {line}" for line in describe_examples(data)]
     role = "critic" if "critic" in plan.layouts else "policy"  # the critic's updates are never ended early and run in its warm-up
     schedule = update_schedule(plan.config, role)
     per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
 from megappo.commands.plan.report import brief, report
+from megappo.commands.plan.supervised import as_planned, head_notes, own_keys, planned_step
 from megappo.commands.prepared import device_of
 from megappo.config.batch import mini_batch_key
 from megappo.config.checks import Device
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import key_of_role
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.trainer.prepare.checks import check_run
-from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.layouts import check_values
-from megappo.trainer.prepare.recorded import RecordedData
-from megappo.trainer.prepare.run import fit_if_asked, load_data
+from megappo.trainer.prepare.run import AnyData, fit_if_asked, load_data
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class PlannedRun:
     """A run that can start: its plan, its data, and notes on keys that this device does not need."""
 
     plan: Plan
-    data: RunData | RecordedData | None
-    """Recorded trajectories if the run reads them; None if only shapes were checked, when the run may still fail to start."""
+    data: AnyData | None
+    """Recorded trajectories or examples if the run reads them; None if only shapes were checked, when the run may still fail to
+    start."""
     notes: tuple[str, ...]
 
     def report(self) -> str:
@@ -39,7 +40,7 @@ class PlannedRun:
 
 
 def plan_run(
-    config: TrainConfig,
+    config: AnyConfig,
     world_size: int,
     device: Device,
     device_memory: int | None = None,
@@ -48,14 +49,26 @@ def plan_run(
     shapes_only: bool = False,
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake. `plan.config` of the result is
-    what runs: its batches may have been fitted (`data.fit_batch`). device_memory: bytes of one GPU; None if unknown, which refuses
-    no run for its size. resume, shapes_only: see `check_run`; with shapes_only, tokenizer and data may be missing too."""
+    what runs, whose batches may have been fitted (`data.fit_batch`), or the like of it (`supervised.step_like`). device_memory:
+    bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with shapes_only,
+    tokenizer and data may be missing too."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
-    plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory)
-    notes = (*fitted, *checked.notes, *_idle_notes(plan))
+    is_supervised = isinstance(config, SupervisedConfig)
+    if isinstance(config, SupervisedConfig):
+        planned, fitted = planned_step(config), (*fitted, *head_notes(config))
+        archs, layouts = as_planned(config, checked.archs), as_planned(config, checked.layouts)
+    else:
+        planned, archs, layouts = config, checked.archs, checked.layouts
+    where = (archs, layouts, world_size, device, device_memory)
+    plan = make_plan(planned, *where, is_supervised=is_supervised)
+    notes = (
+        *fitted,
+        *checked.notes,
+        *map(partial(own_keys, config) if isinstance(config, SupervisedConfig) else str, _idle_notes(plan)),
+    )
     if shapes_only:
-        only = "only shapes were looked at (--shapes-only): tensors, tokenizer and data are unchecked and may be missing"
+        only = "only shapes were looked at: tensors, tokenizer and data are unchecked and may be missing"
         return PlannedRun(plan, None, (*notes, only))
     check_values(config, checked.archs)
     data = load_data(config, checked.archs, train)
@@ -63,7 +76,7 @@ def plan_run(
 
 
 def plan_here(
-    config: TrainConfig,
+    config: AnyConfig,
     ranks: int,
     gpu_memory_gib: float | None,
     *,

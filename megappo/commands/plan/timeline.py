@@ -63,7 +63,7 @@ def timeline(
     its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times."""
     pp, vpp = layout.pp, layout.vpp
     count = padded_micro_batches(layout, num_micro_batches)
-    orders = [order_of_passes(layout, stage, count) for stage in range(pp)]
+    orders = [order_of_passes(pp, vpp, stage, count) for stage in range(pp)]
     times = work if work is not None else [[1.0 / vpp] * vpp] * pp
     factor = {"forward": 1.0, "backward": backward}
     ends: dict[tuple[Kind, int, int, int], float] = {}
@@ -90,9 +90,8 @@ def padded_micro_batches(layout: ParallelLayout, num_micro_batches: int) -> int:
     return -(-num_micro_batches // layout.pp) * layout.pp if layout.vpp > 1 else num_micro_batches
 
 
-def order_of_passes(layout: ParallelLayout, stage: int, count: int) -> list[tuple[Kind, int, int]]:
+def order_of_passes(pp: int, vpp: int, stage: int, count: int) -> list[tuple[Kind, int, int]]:
     """(kind, chunk, micro-batch) in the order of execution on a stage. count: micro-batches; with vpp > 1 a multiple of pp."""
-    pp, vpp = layout.pp, layout.vpp
     # Megatron-core's `get_pp_rank_microbatches`.
     if vpp == 1:
         warm_up = min(pp - stage - 1, count)

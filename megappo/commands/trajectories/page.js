@@ -6,6 +6,7 @@
     ["logprob", "log-prob"],
     ["entropy", "entropy"],
     ["kl", "KL: log π − log π_ref"],
+    ["teacher_kl", "log π − log teacher"],
     ["advantage", "advantage"],
     ["value", "value"],
     ["returns", "return"],

@@ -98,8 +98,13 @@ def _short(number: Any) -> Any:
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    own = {name: numbers for name, numbers in trajectory.fields.items() if name not in ("ref_logprob", "rollout_logprob")}
-    derived = {"kl": trajectory.kl, "value_error": trajectory.value_error, "log_ratio": trajectory.log_ratio}
+    own = {name: numbers for name, numbers in trajectory.fields.items() if name == "logprob" or "logprob" not in name}
+    derived = {
+        "kl": trajectory.kl,
+        "teacher_kl": trajectory.teacher_kl,
+        "value_error": trajectory.value_error,
+        "log_ratio": trajectory.log_ratio,
+    }
     return own | {name: numbers for name, numbers in derived.items() if numbers is not None}
 
 

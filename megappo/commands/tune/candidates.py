@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy
+
 from megappo.commands.plan.estimate import Plan
 from megappo.commands.plan.memory import RoleMemory, RolloutMemory
 from megappo.commands.plan.phases import Phase, phases, tightest
 from megappo.commands.tune.cost import RoleCost, Settings
-from megappo.commands.tune.generation import GenerationCost, Overlap
+from megappo.commands.tune.generation import PINNED_VLLM, GenerationCost, Overlap
 from megappo.config.checks import Device
 from megappo.config.role_sections import TrainableConfig, key_of_role
 from megappo.models.implementation import Implementation
@@ -87,6 +89,8 @@ class Machine:
     hardware: Hardware
     implementation: Implementation = "local"
     """Implementation of the layers; each has its own rules for layouts."""
+    vllm: tuple[int, int] = PINNED_VLLM
+    """Release of vLLM."""
 
     @property
     def device(self) -> Device:
@@ -156,6 +160,8 @@ class RolloutCandidate:
     tp: int | None
     memory: RolloutMemory | None
     cost: GenerationCost | None
+    evaluate_s: float | None = 0.0
+    """Seconds of a step in which responses to evaluate are generated; None if unknown."""
 
     @property
     def total_s(self) -> float:
@@ -175,6 +181,10 @@ class Choice:
     plan: Plan
     """The plan that `megappo plan` makes for them."""
     timetable: Timetable
+    rest_s: float = 0.0
+    """Seconds of what no model does: text, rules, packing."""
+    knows_turns: bool = False
+    """True if generation holds the turns of the environment, which a run has shown."""
 
     @property
     def generate_s(self) -> float:
@@ -190,13 +200,14 @@ class Choice:
         """The two halves of an asynchronous run; None if generation and training take turns."""
         if self.plan.config.rollout.max_staleness is None or self.rollout.cost is None:
             return None
-        return Overlap(self.training_s + self.push_s, self.rollout.cost.work_s, self.rollout.cost.total_s)
+        sampling_s = self.rollout.cost.work_s + (self.rollout.evaluate_s or 0.0)
+        return Overlap(self.training_s + self.push_s + self.rest_s, sampling_s, self.rollout.cost.longest_s)
 
     @property
     def total_s(self) -> float:
         staleness, overlap = self.plan.config.rollout.max_staleness, self.overlap
         if staleness is None or overlap is None:
-            return self.generate_s + self.training_s + self.push_s
+            return self.generate_s + self.training_s + self.push_s + self.rest_s + (self.rollout.evaluate_s or 0.0)
         return overlap.step_s(staleness)
 
     @property
@@ -221,12 +232,17 @@ def pareto(
     """Indices of the needs that no earlier one undercuts in every respect. communicators: bytes of a layout's own communicators.
     times: seconds that count as well; None if earlier needs are faster in every respect."""
     # Roles with the same layout share communicators. That is ignored: combining all layouts that could be shared takes too long.
-    front: list[tuple[float, ...]] = []
-    places = []
-    for place, need in enumerate(needs):
-        own = need.resident + communicators(need.layout), need.training, need.pushed, *(times[place] if times is not None else ())
-        if not any(all(a <= b for a, b in zip(other, own)) for other in front):
-            front.append(own)
+    sizes = numpy.array(
+        [
+            (need.resident + communicators(need.layout), need.training, need.pushed, *(() if times is None else times[place]))
+            for place, need in enumerate(needs)
+        ],
+        numpy.float64,  # which holds sizes up to 2 ** 53 bytes exactly
+    )
+    front, places = numpy.empty_like(sizes), []
+    for place, own in enumerate(sizes):
+        if not (front[: len(places)] <= own).all(axis=1).any():
+            front[len(places)] = own
             places.append(place)
     return places
 

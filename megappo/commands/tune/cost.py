@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.fsdp2 import count_own_unfrozen
 from megappo.commands.plan.memory import FP32, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.commands.plan.timeline import padded_micro_batches
+from megappo.commands.tune.lengths import Lengths, Turns
 from megappo.commands.tune.work import Axis, Links, Pass, span, stage_pass
 from megappo.config.batch import (
     TextArithmetic,
@@ -64,9 +66,25 @@ class Workload:
     decoded: float | None = None
     """Tokens that the sampler draws one after the other, if not `response_tokens`. Nearly all windows draw the same number."""
 
+    lengths: Lengths | None = None
+    """Of the responses; None if all have `decoded_tokens`."""
+    turns: Turns | None = None
+    """Of the environment; None without one, or if it is unknown."""
+    given: bool = False
+    """The step is that of a supervised run (`plan/supervised.py`): nothing is generated and no weights are pushed."""
+    unpassed: frozenset[str] = frozenset()
+    """Roles without a pass before the updates of a step."""
+
     @property
     def length(self) -> float:
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def attended(self) -> float:
+        """Length of the sequence in which a token is, on average over all tokens: long ones have more of them."""
+        if self.lengths is None:
+            return self.length
+        return self.length + (self.lengths.square - self.lengths.mean**2) / self.length
 
     def mini_batch(self, role: str) -> int:
         """Samples of one update. For a frozen role: of one pass of a trial, as many as the first role that trains."""
@@ -98,8 +116,15 @@ class Workload:
         return self.schedules[role].optimizer_steps(self.samples)
 
 
-def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-    """Workload of a configuration, with these means or the longest lengths."""
+def workload_of(
+    config: TrainConfig,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    lengths: Lengths | None = None,
+    turns: Turns | None = None,
+) -> Workload:
+    """Workload of a configuration, with these means or the longest lengths. lengths: of what the policy draws of the responses,
+    with the mean `response_tokens`. turns: of the environment, whose observations come on top."""
     step, window = step_arithmetic(config), config.rollout.partial_rollout_tokens
     prompt = float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens)
     response = float(config.rollout.max_response_tokens if response_tokens is None else response_tokens)
@@ -107,8 +132,11 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
         step.samples,
         {role: update_schedule(config, role) for role in trained_sections(config)},
         prompt,
-        response,
+        response + (0.0 if turns is None else turns.observed),
         text_arithmetic(config, "policy"),
+        decoded=None if turns is None else response,
+        lengths=lengths,
+        turns=turns,
     )
     if window is None or response <= window:
         return plain
@@ -116,7 +144,13 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
     # Window j has j - 1 full windows before it, and every j from 1 to `windows` is equally frequent.
     before, drawn = prompt + window * (windows - 1) / 2, response / windows
     return replace(
-        plain, prompt_tokens=before, response_tokens=drawn, windows=windows, whole=(prompt, response), decoded=float(window)
+        plain,
+        prompt_tokens=before,
+        response_tokens=drawn,
+        windows=windows,
+        whole=(prompt, response),
+        decoded=float(window),
+        lengths=None,  # nearly all draw a whole window
     )
 
 
@@ -128,6 +162,8 @@ class RoleCost:
     """`forward` (log-probs, values, scores) and `update`."""
     parts: Mapping[str, float]
     """Seconds by cause (matrix products, communication, ...), summed over both phases."""
+    forward_parts: Mapping[str, float]
+    """Those of `forward`."""
     num_micro_batches: int
     """Micro-batches of a data-parallel rank in one update; in the forward pass for a frozen role."""
 
@@ -139,8 +175,30 @@ class RoleCost:
     def is_trained(self) -> bool:
         return "update" in self.phases
 
+    def causes(self, phase: str) -> dict[str, float]:
+        """Seconds of a phase by cause."""
+        if phase == "forward":
+            return dict(self.forward_parts)
+        return {part: seconds - self.forward_parts.get(part, 0.0) for part, seconds in self.parts.items()}
+
+    def times(self, forward: float, update: float) -> RoleCost:
+        """The same with other seconds: factors of the two phases."""
+        if forward == update == 1.0:
+            return self
+        phases = {phase: seconds * (forward if phase == "forward" else update) for phase, seconds in self.phases.items()}
+        passes = {part: seconds * forward for part, seconds in self.forward_parts.items()}
+        parts = {part: passes.get(part, 0.0) + seconds * update for part, seconds in self.causes("update").items()}
+        return replace(self, phases=phases, parts=parts, forward_parts=passes)
+
     def share(self, part: str) -> float:
         return self.parts.get(part, 0.0) / self.total_s if self.total_s else 0.0
+
+
+def stage_of(role: str, phase: str) -> str:
+    """Name the stage of a run's `timing/` that holds a pass or the updates of a role."""
+    if phase == "forward":
+        return "score" if role == "reward_model" else "logprobs"
+    return "update_policy" if role == "policy" else "update_critic"
 
 
 def role_cost(
@@ -177,7 +235,7 @@ def role_cost(
         padded = workload.length if layout.cp == 1 else workload.length + layout.cp - 0.5
         tokens = sequences * padded / count
         if tokens not in passes:
-            passes[tokens] = [stage_pass(arch, layout, stage, settings, tokens, workload.length, hardware) for stage in kinds]
+            passes[tokens] = [stage_pass(arch, layout, stage, settings, tokens, workload.attended, hardware) for stage in kinds]
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds
@@ -188,14 +246,17 @@ def role_cost(
             parts["dp"] += (count - unreduced) * exchange_s(weights, gradients, layout, arch.num_layers, work, hardware)
             if unreduced:
                 parts["dp"] += unreduced * exchange_s(weights, 0, layout, arch.num_layers, work, hardware)
+            parts["memory"] += count * copies_s(weights, gradients, layout, hardware, backward=trained)
         return count
 
     num = one_pass(workload.samples, trained=False)
     weights_s, optimizer_s = _host_trip_s(memory, hardware)
     parts["offload"] += weights_s  # one way: unchanged weights are freed, not copied back
+    if role in workload.unpassed:
+        parts.clear()
     forward_s = sum(parts.values())
     if not trained:
-        return RoleCost({"forward": forward_s}, dict(parts), num)
+        return RoleCost({"forward": forward_s}, dict(parts), dict(parts), num)
     before = dict(parts)
     parts.clear()
     num = one_pass(workload.sequences_of_update(role), trained=True)
@@ -210,7 +271,7 @@ def role_cost(
     update_s = sum(parts.values())
     for part, seconds in before.items():
         parts[part] += seconds
-    return RoleCost({"forward": forward_s, "update": update_s}, dict(parts), num)
+    return RoleCost({"forward": forward_s, "update": update_s}, dict(parts), before, num)
 
 
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
@@ -220,19 +281,28 @@ def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: P
 
 def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
     """First stage of every kind -> number of stages of this kind. Stages differ by embedding, head and layers."""
-    alike = arch.moe is None or not arch.moe.dense_layers
-
-    def kind(stage: int) -> tuple[object, ...]:
-        layers = list(layout.stage_layers(arch.num_layers, stage))
-        if alike and not arch.sliding_layers:
-            return stage == 0, stage == layout.pp - 1, len(layers)
-        kinds = Counter((arch.is_sparse(layer), bool(arch.sliding_layers) and arch.sliding_layers[layer]) for layer in layers)
-        return stage == 0, stage == layout.pp - 1, *sorted(kinds.items())
-
     found: dict[tuple[object, ...], list[int]] = {}
-    for stage in range(layout.pp):
-        found.setdefault(kind(stage), []).append(stage)
+    for stage, chunks in enumerate(chunks_of_stages(arch, layout.pp, layout.vpp, layout.layers_per_stage)):
+        kind = stage == 0, stage == layout.pp - 1, *(sum(one) for one in zip(*chunks))
+        found.setdefault(kind, []).append(stage)
     return {stages[0]: len(stages) for stages in found.values()}
+
+
+@cache  # of a search's layouts hundreds are cut alike
+def chunks_of_stages(
+    arch: ModelArch, pp: int, vpp: int, layers_per_stage: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[stage][chunk] layers of every kind of the model, those with a window apart, in one order."""
+    layout = ParallelLayout(pp, pp=pp, vpp=vpp, layers_per_stage=layers_per_stage)
+    slides = arch.sliding_layers or (False,) * arch.num_layers
+    kinds = [(arch.kind(layer), bool(slides[layer])) for layer in range(arch.num_layers)]
+    order = sorted(set(kinds))
+
+    def counts(stage: int, chunk: int) -> tuple[int, ...]:
+        own = Counter(kinds[layer] for layer in layout.chunk_layers(arch.num_layers, stage, chunk))
+        return tuple(own[kind] for kind in order)
+
+    return tuple(tuple(counts(stage, chunk) for chunk in range(vpp)) for stage in range(pp))
 
 
 def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, count: int) -> dict[str, float]:
@@ -315,3 +385,12 @@ def exchange_s(weights: int, gradients: int, layout: ParallelLayout, layers: int
         return sum(talk for talk, _ in times)  # the cores that send are those that compute
     # The next layer is gathered while one computes: only the first layer shows, and what computation is too short to hide.
     return sum(max(talk / layers, talk - compute) for talk, compute in times)
+
+
+def copies_s(weights: int, gradients: int, layout: ParallelLayout, hardware: Hardware, *, backward: bool) -> float:
+    """Seconds of the copies of a micro-batch under engine fsdp2 on a GPU; arguments as in `exchange_s`."""
+    if not hardware.is_gpu() or layout.cp * layout.dp == 1:
+        return 0.0
+    # What is gathered is copied out of the buffer in which it arrives, and gradients into one, by the stream that computes.
+    moved = 2 * weights + (3 * weights + 3 * gradients if backward else 0)
+    return moved / hardware.memory_bytes_per_s

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 
 from megappo.config.layout_checks import parallel_problems
@@ -17,8 +18,9 @@ MOST_MICRO_BATCH_TOKENS = 65536
 CHOICES_OF_TOKENS = 4  # budgets of 1, 2, 4 and 8 longest sequences
 
 
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
 def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "local") -> Iterator[ParallelConfig]:

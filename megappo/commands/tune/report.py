@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
+from types import MappingProxyType
 
-from megappo.commands.plan.phases import pass_name
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload
+from megappo.commands.tune.generation import mean_staleness
+from megappo.commands.tune.parts import parts_of
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.work import Axis, span
 from megappo.parallel.layout import ParallelLayout
-from megappo.telemetry.hardware import Hardware
+from megappo.telemetry.hardware import Calibration, Hardware
 from megappo.telemetry.tables import GIB, figures, table_of
 
 NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
 MOST_REASONS = 3
 ARITHMETIC = ("matmul", "head", "attention")
-LEFT = ("layout", "recompute", "the chosen step", "why", "at work")  # columns of text
+LEFT = ("layout", "recompute", "why", "limited by", "at work")  # columns of text
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
-    blocks = [_assumptions(search.workload, search.machine)]
+    blocks = [assumptions(search.workload, search.machine)]
     for role in search.candidates:
         if role in search.tuned:
             blocks.append(role_lines(search, choice, role, top))
@@ -32,16 +34,27 @@ def report(search: Search, choice: Choice, top: int) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _assumptions(workload: Workload, machine: Machine) -> list[str]:
+def assumptions(workload: Workload, machine: Machine) -> list[str]:
     hardware = machine.hardware
     nodes = -(-machine.world_size // hardware.gpus_per_node)
     return [
         f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: "
         f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
-        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
-        + _updates(workload),
+        *_calibration(hardware.calibration),
+        f"a step: {workload.samples:,} samples of {_lengths(workload)} tokens, " + _updates(workload),
         *([_windows(workload)] if workload.windows > 1 else []),
     ]
+
+
+def _calibration(calibration: Calibration) -> list[str]:
+    said = ", ".join(f"{stage} x {figures(factor)}" for stage, factor in calibration.named().items())
+    return [f"calibrated by a run: {said}"] if said else []
+
+
+def _lengths(workload: Workload) -> str:
+    if workload.given:
+        return f"{workload.length:,.0f}"
+    return f"{workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f}"
 
 
 def _windows(workload: Workload) -> str:
@@ -100,47 +113,47 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
     return [f"rollout{_where(search, ROLLOUT)}", *table_of(rows, left=LEFT)]
 
 
-def step_lines(search: Search, choice: Choice) -> list[str]:
-    """Table of the chosen step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), with the begin of roles that work at the same time, and
-    the fullest rank."""
-    rows = []
-    for name, begin, seconds, role in _phases(choice):
-        row = {"the chosen step": name, "s": figures(seconds), "share": f"{seconds / choice.total_s:.0%}", "at work": ""}
-        if not search.timetable.takes_turns or choice.overlap is not None:
-            row = {"the chosen step": name, "from s": figures(begin)} | row
-        if role is not None:
-            one = choice.roles[role]
-            row["at work"] = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
+def step_lines(
+    search: Search, choice: Choice, title: str = "the chosen step", factors: Mapping[str, float] = MappingProxyType({})
+) -> list[str]:
+    """Table of a step part by part, with the begin of roles that work at the same time, and the fullest rank. factors: stage of
+    `timing/` -> seconds that a run took by those predicted."""
+    parts, rows = parts_of(choice), []
+    for part in parts:
+        begin = {} if search.timetable.takes_turns and choice.overlap is None else {"from s": figures(part.begin)}
+        if part.seconds is None:
+            rows.append({title: part.name, **dict.fromkeys(begin, ""), "s": "unknown"})
+            continue
+        row = {title: part.name, **begin, "s": figures(part.seconds), "share": f"{part.seconds / choice.total_s:.0%}"}
+        row["limited by"] = f"{part.limit} {part.share:.0%}" if part.limit else ""
+        if part.timing in factors:
+            row["calibrated s"] = figures(part.seconds * factors[part.timing])
+        if part.role is not None:
+            one, peak = choice.roles[part.role], choice.peak_of(part.role)
+            row["at work"] = f"{layout_text(one.layout)}, {figures(peak / GIB)} GiB{_where(search, part.role)}"
         rows.append(row)
-    phase, rank = choice.fullest()
-    room = search.machine.hardware.usable_bytes
-    return [
-        *table_of(rows, left=LEFT),
-        f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
-        f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
-        *_overlap_lines(choice),
-    ]
+    but = "" if all(part.seconds is not None for part in parts) else " and what is unknown"
+    (phase, rank), room = choice.fullest(), search.machine.hardware.usable_bytes
+    fits = "" if choice.peak <= room else ", which does not fit"
+    fullest = f"fullest is rank {rank} in `{phase.name}`: {figures(phase.total / GIB)} of {figures(room / GIB)} GiB{fits}"
+    together = f"  together {figures(choice.total_s)} s{but}; {fullest}"
+    return [*table_of(rows, left=(*LEFT, title)), together, *overlap_lines(choice)]
 
 
-def _overlap_lines(choice: Choice) -> list[str]:
+def overlap_lines(choice: Choice) -> list[str]:
     """Say what bounds the step of an asynchronous run, and the smallest `rollout.max_staleness` that reaches its floor."""
     if (overlap := choice.overlap) is None:
         return []
     training, sampling, longest = map(figures, overlap)
+    config, cost, step = choice.plan.config.rollout, choice.rollout.cost, choice.total_s
+    assert config.max_staleness is not None and cost is not None
+    age = mean_staleness(config.max_staleness, overlap.training_s, cost.filled, cost.responses_s)
     return [
+        f"  of a step training waits {figures(step - overlap.training_s)} s and the ranks that sample "
+        f"{figures(max(0.0, step - overlap.sampling_s))} s; responses begin with weights {age:.2g} versions old on average",
         f"  asynchronous: the largest of training and push {training} s, sampling {sampling} s, and (longest response {longest} s, "
-        f"training and push) / (max_staleness + 1); rollout.max_staleness={overlap.enough()} reaches {figures(overlap.floor_s)} s"
+        f"training and push) / (max_staleness + 1); rollout.max_staleness={overlap.enough()} reaches {figures(overlap.floor_s)} s",
     ]
-
-
-def _phases(choice: Choice) -> Iterator[tuple[str, float, float, str | None]]:
-    """(name, begin, seconds, role) of each part of a step."""
-    yield "generate", 0.0, choice.generate_s, None
-    config, begin = choice.plan.config, choice.generate_s if choice.overlap is None else 0.0
-    for work in choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()}):
-        name = pass_name(config, work.role) if work.phase == "forward" else f"{work.role} update"
-        yield name, begin + work.begin, work.seconds, work.role
-    yield "push weights", begin + choice.training_s, choice.push_s, None
 
 
 def _where(search: Search, name: str) -> str:

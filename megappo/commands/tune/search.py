@@ -15,12 +15,14 @@ from megappo.commands.plan.estimate import (
     beside_sampler,
     experience_bytes,
     memory_of_rollout,
-    memory_of_stage,
+    memory_of_stages,
     roles_beside_sampler,
     rollout_dtype,
+    route_bytes,
     work_out,
 )
-from megappo.commands.plan.memory import ParameterCount, RoleMemory, count_parameters, fullest_moment
+from megappo.commands.plan.fsdp2 import count_own_parameters
+from megappo.commands.plan.memory import RoleMemory, count_parameters, count_tensors, fullest_moment
 from megappo.commands.plan.phases import forward_passes
 from megappo.commands.plan.reserve import layout_bytes, reserve_bytes
 from megappo.commands.tune.candidates import (
@@ -34,20 +36,21 @@ from megappo.commands.tune.candidates import (
     combinations,
     pareto,
 )
-from megappo.commands.tune.cost import RoleCost, Settings, Workload, role_cost
+from megappo.commands.tune.cost import RoleCost, Settings, Workload, chunks_of_stages, role_cost, stage_of
 from megappo.commands.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
-from megappo.commands.tune.generation import megatron_s, push_s, vllm_cost
+from megappo.commands.tune.generation import GenerationCost, evaluated, evaluations_s, megatron_s, push_s, vllm_cost
 from megappo.commands.tune.work import ranks_together
 from megappo.config.batch import step_arithmetic
 from megappo.config.engine_checks import problems_of_role
-from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
+from megappo.config.layout_checks import placements_in_use, roles_in_use, trained_sections, value_head_of
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import PolicyConfig, section_of, with_sections
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import RolloutConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.telemetry.hardware import Hardware
+from megappo.trainer.prepare.layouts import copies_fit
 
 # Factor on a working set, which is mostly activations: tests hold the estimate of activations to 10 %.
 MARGIN = 1.1
@@ -73,7 +76,7 @@ class Search:
         self.timetable = Timetable(self.placements, forward_passes(config))
         near = {name: ranks_together(placement, machine.hardware.gpus_per_node) for name, placement in self.placements.items()}
         self._hardware = {name: replace(machine.hardware, gpus_per_node=count) for name, count in near.items()}
-        self._counts: dict[tuple[object, ...], ParameterCount] = {}
+        self._beside_sampler, self._trained = roles_beside_sampler(config), trained_sections(config)
         self._experience: dict[tuple[tuple[str, int], ...], int] = {}
         # Keys: role, number of its ranks, neighbouring ranks on a node, and settings. Values hold in every placement.
         self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
@@ -82,7 +85,13 @@ class Search:
     def placed(self, config: TrainConfig, placing: Sequence[str]) -> Search:
         """Search this run in another placement, sharing what was counted."""
         other = Search(config, self.archs, self.machine, self.workload, self.tuned, placing)
-        other._counts, other._memory, other._costs = self._counts, self._memory, self._costs
+        other._memory, other._costs = self._memory, self._costs
+        return other
+
+    def with_work(self, workload: Workload) -> Search:
+        """The same run with other lengths, sharing what was counted."""
+        other = Search(self.config, self.archs, self.machine, workload, self.tuned, self.placing)
+        other._memory = self._memory
         return other
 
     def num_ranks(self, name: str) -> int:
@@ -100,22 +109,41 @@ class Search:
     @cached_property
     def rollouts(self) -> list[RolloutCandidate]:
         """Replicas whose KV cache holds one longest sequence, as the plan demands, the fastest first."""
-        config, arch, machine = self.config, self.archs["policy"], self.machine
+        config, arch = self.config, self.archs["policy"]
         if config.rollout.engine == "megatron":
-            return [RolloutCandidate(None, None, None)]
-        num_ranks, hardware = self.num_ranks(ROLLOUT), self.hardware_of(ROLLOUT)
-        sizes = rollout_sizes(arch, num_ranks) if ROLLOUT in self.tuned else [config.rollout.tp]
+            return [self._by_the_policy()]
+        sizes = rollout_sizes(arch, self.num_ranks(ROLLOUT)) if ROLLOUT in self.tuned else [config.rollout.tp]
         longest = step_arithmetic(config).max_sequence_tokens
-        found = []
-        for tp in sizes:
-            with_tp = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})
-            memory = memory_of_rollout(with_tp, arch, machine.device, machine.device_memory)
-            if not memory.holds_sequence(longest):
-                continue
-            dtype, workload = rollout_dtype(config), self.workload
-            cost = vllm_cost(arch, with_tp.rollout, dtype, memory, workload, num_ranks, hardware)
-            found.append(RolloutCandidate(tp, memory, cost))
+        found = [one for one in map(self._rollout, sizes) if one.memory is not None and one.memory.holds_sequence(longest)]
         return sorted(found, key=lambda one: one.total_s)
+
+    def _rollout(self, tp: int) -> RolloutCandidate:
+        config, arch, machine = self.config, self.archs["policy"], self.machine
+        with_tp = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})
+        memory = memory_of_rollout(with_tp, arch, machine.device, machine.device_memory)
+        num_ranks, hardware, dtype = self.num_ranks(ROLLOUT), self.hardware_of(ROLLOUT), rollout_dtype(config)
+
+        def cost_of(rollout: RolloutConfig, workload: Workload) -> GenerationCost:
+            return vllm_cost(arch, rollout, dtype, memory, workload, num_ranks, hardware, machine.vllm)
+
+        cost, calibration = cost_of(with_tp.rollout, self.workload), hardware.calibration
+        evaluate_s = evaluations_s(with_tp, self.workload, cost_of)
+        evaluate_s = None if evaluate_s is None else evaluate_s * calibration.evaluate
+        return RolloutCandidate(tp, memory, cost.times(calibration.generate), evaluate_s)
+
+    def _by_the_policy(self) -> RolloutCandidate:
+        """The policy's own model generates, at a cost that depends on its layout."""
+        return RolloutCandidate(None, None, None, None if any(evaluated(self.config)) else 0.0)
+
+    def as_written(self) -> Choice:
+        """The run as its configuration says, whether it fits or not."""
+        roles = {}
+        for role in roles_in_use(self.config):
+            settings: Settings = section_of(self.config, role)
+            stages = self._stages(role, settings)
+            roles[role] = self._candidate(role, settings, stages, self._need(role, settings, stages.values()))
+        by_vllm = self.config.rollout.engine == "vllm"
+        return self.choice(roles, self._rollout(self.config.rollout.tp) if by_vllm else self._by_the_policy())
 
     def _all(self, role: str) -> Iterator[Candidate]:
         settings: Settings = section_of(self.config, role)
@@ -129,13 +157,16 @@ class Search:
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
                 recomputed = {"recompute": recompute} if hasattr(settings, "recompute") else {}
                 chosen = settings.model_copy(update={"parallel": parallel, **recomputed})
-                if next(problems_of_role(role, chosen), None) is not None:  # the engine lacks this layout or recomputation
+                # The engine lacks this layout or recomputation.
+                if next(problems_of_role(role, chosen), None) is not None or not copies_fit(chosen, arch):
                     continue
                 for tokens in budgets:
                     one = self.candidate(role, chosen.model_copy(update={"micro_batch_tokens": tokens}))
                     if one is None:  # budgets ascend: larger micro-batches do not fit either
                         break
                     yield one
+                if tokens == budgets[0] and self._is_hopeless(role, chosen.model_copy(update={"micro_batch_tokens": tokens})):
+                    break
 
     def implementation(self, role: str) -> Implementation:
         return implementation_of_role(self.machine.implementation, self.config.model.impl, section_of(self.config, role))
@@ -144,8 +175,17 @@ class Search:
         """Build the candidate of a role with these settings; None if it does not fit beside any replicas."""
         stages = self._stages(role, settings)
         need = self._need(role, settings, stages.values())
-        if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
-            return None
+        return self._candidate(role, settings, stages, need) if self._fits_alone(role, need) else None
+
+    def _is_hopeless(self, role: str, settings: Settings) -> bool:
+        """True if the layout of these settings does not fit whatever its passes hold."""
+        bare = [replace(one, activations=0, forward=0) for one in self._stages(role, settings).values()]
+        return not self._fits_alone(role, self._need(role, settings, bare))
+
+    def _fits_alone(self, role: str, need: Need) -> bool:
+        return any(self.fits({role: need}, rollout) for rollout in self.rollouts)
+
+    def _candidate(self, role: str, settings: Settings, stages: Mapping[int, RoleMemory], need: Need) -> Candidate:
         key = self._key(role, settings)
         if key not in self._costs:
             self._costs[key] = self._cost(role, settings, need.layout, stages)
@@ -157,24 +197,18 @@ class Search:
     ) -> tuple[RoleCost, float]:
         """Seconds of (passes and updates, generation by the role itself)."""
         arch, hardware, generate_s = self.archs[role], self.hardware_of(role), 0.0
-        counts = {stage: self._count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
-        cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
-        if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron":
-            generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts)
+        # Transformers' classes count their own parameters: a model without a family has no other count.
+        count = count_parameters if settings.engine == "megatron" else count_own_parameters
+        counts = {stage: count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
+        cost, of = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages), hardware.calibration.of
+        cost = cost.times(of(stage_of(role, "forward")), of(stage_of(role, "update")))
+        if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron" and not self.workload.given:
+            generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts) * of("generate")
         return cost, generate_s
 
     def _key(self, role: str, settings: Settings) -> tuple[object, ...]:
         anywhere = settings.model_copy(update={"ranks": ALL})
         return role, self.num_ranks(role), self.hardware_of(role).gpus_per_node, anywhere
-
-    def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-        # Counted once for each kind of stage: cp, dp and the order of the chunks do not change it.
-        sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
-        ends = stage == 0, stage == layout.pp - 1
-        key = (arch, layout.tp, layout.ep, layout.etp, value_head, *ends, len(sparse), sum(sparse))
-        if key not in self._counts:
-            self._counts[key] = count_parameters(arch, layout, stage, value_head)
-        return self._counts[key]
 
     # ---------------------------------------------------------------------------------------------------------- combined
 
@@ -201,7 +235,9 @@ class Search:
         replicas = {role: need.layout.dp for role, need in needs.items() if role in names}
         key = tuple(sorted(replicas.items()))
         if key not in self._experience:
-            self._experience[key] = experience_bytes(self.config, self.machine.world_size, replicas)
+            self._experience[key] = experience_bytes(
+                self.config, self.machine.world_size, replicas, route_bytes(self.config, self.archs.get("policy"))
+            )
         return self._experience[key]
 
     def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
@@ -248,20 +284,23 @@ class Search:
             changes[ROLLOUT] = self.config.rollout.model_copy(update={"tp": rollout.tp})
         layouts = {role: one.layout for role, one in roles.items()}
         config = with_sections(self.config, changes)
-        plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
+        plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory)
         loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
         ends = (self.placements["policy"], self.placements[ROLLOUT])
-        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends) / config.rollout.push_every
-        return Choice(roles, rollout, pushing, plan, self.timetable)
+        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends, count_tensors(self.archs["policy"]))
+        pushing *= machine.hardware.calibration.push_weights / config.rollout.push_every
+        rest = machine.hardware.step_overhead_s + self.workload.samples * machine.hardware.sample_overhead_us * 1e-6
+        if self.workload.given:  # nothing is decoded, scored or pushed
+            plan, pushing, rest = replace(plan, is_supervised=True), 0.0, 0.0
+        turns = self.workload.turns is not None and rollout.cost is not None
+        return Choice(roles, rollout, pushing, plan, self.timetable, rest, turns)
 
     def _need(self, role: str, settings: Settings, stages: Collection[RoleMemory]) -> Need:
         return Need(
             layout_of(settings.parallel, self.num_ranks(role)),
             resident=max(one.resident for one in stages),
             training=max(one.active for one in stages),
-            pushed=max(beside_sampler(self.config, role, one) for one in stages)
-            if role in roles_beside_sampler(self.config)
-            else 0,
+            pushed=max(beside_sampler(one, role in self._trained) for one in stages) if role in self._beside_sampler else 0,
         )
 
     def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
@@ -270,10 +309,7 @@ class Search:
         if key not in self._memory:
             arch, layout = self.archs[role], layout_of(settings.parallel, self.num_ranks(role))
             config = with_sections(self.config, {role: settings})
-            self._memory[key] = {
-                stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
-                for stage in fullest_stages(arch, layout)
-            }
+            self._memory[key] = memory_of_stages(config, role, arch, layout, fullest_stages(arch, layout), self.machine.device)
         return self._memory[key]
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:
@@ -293,14 +329,22 @@ def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
     """Stages that may be the fullest: the ends, and the first of those with the most layers."""
     every = list(range(layout.pp))
     if arch.moe is not None and arch.moe.dense_layers:  # layers differ
-        return every
+        return _first_of_each_kind(arch, layout)
     if not layout.layers_per_stage:
         return sorted({0, layout.pp - 1})
     sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in every]
     # So uneven that an early stage with fewer layers may hold more, because it has more micro-batches in flight.
     if max(sizes) - min(sizes) > 1:
-        return every
+        return _first_of_each_kind(arch, layout)
     return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
+
+
+def _first_of_each_kind(arch: ModelArch, layout: ParallelLayout) -> list[int]:
+    """Of stages with equal chunks the first has the most micro-batches in flight."""
+    found: dict[tuple[object, ...], int] = {}
+    for stage, chunks in enumerate(chunks_of_stages(arch, layout.pp, layout.vpp, layout.layers_per_stage)):
+        found.setdefault((stage == 0, stage == layout.pp - 1, chunks), stage)
+    return sorted(found.values())
 
 
 def larger_worlds(machine: Machine) -> list[int]:

@@ -38,18 +38,25 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from megappo.config.loading import load_config
+    from megappo.config.loading import explicit_keys, load_run
     from megappo.runtime.world import is_rank
     from megappo.trainer.prepare.hub import with_local_models
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
-    config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+    config = with_local_models(load_run(args.config, args.overrides), shapes_only=True)
     from megappo.trainer.prepare.layouts import read_archs  # late: imports numpy, and a wrong key should fail at once
 
     read_archs(config)
+    from megappo.commands.plan.supervised import step_like
     from megappo.commands.verify.run import verify
+    from megappo.config.checks import check_config
+    from megappo.config.supervised import SupervisedConfig
 
     require_device(config.run.device)
     device = device_of(config.run.device)
+    if isinstance(config, SupervisedConfig):
+        check_config(config, explicit_keys(config), config.run.num_ranks or 1, device)
+        config = step_like(config)
+        print("note: measured are the passes and updates of its model in a PPO step without a critic", flush=True)
     return verify(config, device, max_ranks=args.max_ranks, tolerance=args.tolerance, bisect=args.bisect)

@@ -119,7 +119,8 @@ class RoleMeasures:
 
 
 Measured = dict[str, RoleMeasures]
-"""policy, critic, reference and reward_model (where they are built), and experience: rewards, advantages, with a critic returns."""
+"""policy, critic, reference, teacher and reward_model (where they are built), and experience: rewards, advantages, with a critic
+returns."""
 
 
 def measure(
@@ -204,7 +205,8 @@ def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
 def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:
     """(role, quantity, field of the batch) of everything that is compared, where the batch has it."""
     critics = critics_in(batch)
-    yield from (("policy", "logprobs", "logprob"), ("policy", "entropies", "entropy"), ("reference", "logprobs", "ref_logprob"))
+    yield from (("policy", "logprobs", "logprob"), ("policy", "entropies", "entropy"))
+    yield from (("reference", "logprobs", "ref_logprob"), ("teacher", "logprobs", "teacher_logprob"))
     yield from ((role, "values", fields.value) for role, fields in critics.items())
     yield from ((role, "bootstrap values", fields.bootstrap) for role, fields in critics.items())
     yield from (("experience", "rewards", "reward"), ("experience", "advantages", "advantage"))

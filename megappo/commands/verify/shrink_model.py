@@ -20,7 +20,8 @@ from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.families.registry import FAMILIES
-from megappo.models.hf_config import arch_of, text_config, usual_keys
+from megappo.models.family import usual_keys
+from megappo.models.hf_config import arch_of, text_config
 from megappo.models.implementation import Implementation
 from megappo.models.weight_map import hf_tensors
 from megappo.trainer.prepare.reward_model import is_classifier
@@ -34,7 +35,7 @@ ORIGINAL_POSITIONS = 16
 MAX_POSITIONS = 128
 assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
 
-_LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES = 24, 16, 4, 4
+_LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES, _MOST_GROUPS = 24, 16, 4, 4, 4
 # Keys that depend on the large vocabulary or on the checkpoint's shape; the small model states its own.
 _DROPPED = (
     "bos_token_id",
@@ -51,7 +52,7 @@ _DROPPED = (
 def small_config(
     config: Mapping[str, Any], num_layers: int, parallels: Sequence[ParallelConfig], implementation: Implementation
 ) -> dict[str, Any]:
-    """Derive the small model's config.json, under llama's keys. config: the user's. parallels: layouts of all roles that use it."""
+    """Derive the small model's config.json, as its family spells it. parallels: layouts of all roles that use it."""
     arch = arch_of(config)
     text = usual_keys(text_config(config), FAMILIES[arch.family])
     heads, kv_heads = _heads(arch, parallels, implementation)
@@ -61,17 +62,25 @@ def small_config(
         "head_dim": HEAD_DIM,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "intermediate_size": _at_least(_LEAST_COLUMNS, lcm(*(p.tp for p in parallels))),
+        "intermediate_size": _at_least(_LEAST_COLUMNS, lcm(*(size for p in parallels for size in (p.tp, p.etp)))),
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": arch.tied_embeddings,
     }
-    return small | _rope(arch, text) | _window(arch, num_layers) | _experts(arch, parallels)
+    small |= (
+        _rope(arch, text)
+        | _window(arch, num_layers)
+        | _experts(arch, parallels)
+        | _latent(arch)
+        | _delta(arch, parallels, num_layers)
+    )
+    own = FAMILIES[arch.family].keys  # transformers, under engine fsdp2, reads some keys by the family's names alone
+    return {own.get(key, key): value for key, value in small.items()}
 
 
 def _heads(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> tuple[int, int]:
-    """Fewest (attention heads, KV heads) that all layouts divide."""
-    # As in the user's model, KV heads are shared or not, one or several, and if possible repeated over cp ranks.
+    """Fewest (attention heads, KV heads) that fit all layouts."""
+    # As in the user's model, KV heads are shared or not, one or several, and if possible repeated over tp or cp ranks.
     enough = max(arch.num_heads, 2 * lcm(*(p.tp * p.cp for p in parallels)))
     for as_theirs in (True, False):
         for heads in range(1, enough + 1):
@@ -96,15 +105,15 @@ def _fits(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: 
 
 
 def _repeats(arch: ModelArch, parallel: ParallelConfig) -> bool:
-    """True if context parallel ranks share a KV head."""
-    return arch.num_kv_heads // parallel.tp % parallel.cp != 0
+    """True if tensor or context parallel ranks share a KV head."""
+    return arch.num_kv_heads < parallel.tp or arch.num_kv_heads // parallel.tp % parallel.cp != 0
 
 
 def _rope(arch: ModelArch, text: Mapping[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
     given = dict(text.get(key) or {})
-    if not given:
-        return {}
+    if not given or any(isinstance(value, Mapping) for value in given.values()):
+        return {key: given} if given else {}  # of each kind of layer its own, with no length to reach
     if arch.rope.original_max_positions is not None:
         given["original_max_position_embeddings"] = ORIGINAL_POSITIONS
     if arch.rope.factor is not None:
@@ -119,7 +128,8 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
     window: dict[str, Any] = {"sliding_window": SLIDING_WINDOW, "use_sliding_window": True}
     style = FAMILIES[arch.family].window
     if style is not None and style.by_layer:
-        slides = [all(arch.sliding_layers) or layer % 2 == 1 for layer in range(num_layers)]
+        # Of layers in turn the first one slides, as gpt-oss needs it.
+        slides = [all(arch.sliding_layers) or layer % 2 == 0 for layer in range(num_layers)]
         window["layer_types"] = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
     return window
 
@@ -130,13 +140,43 @@ def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, 
     if moe is None:
         return {}
     top_k = min(moe.top_k, _MOST_ROUTES)
-    fewest = min(moe.num_experts, max(_LEAST_EXPERTS, 2 * top_k))
+    groups, cuts = min(moe.groups, _MOST_GROUPS), [p.etp for p in parallels]
+    if moe.shared_size:  # as wide as an expert, and tp cuts them
+        cuts += [p.tp for p in parallels]
+    fewest = min(moe.num_experts, max(_LEAST_EXPERTS, 2 * top_k, 2 * groups))
     return {
-        "num_experts": _at_least(fewest, lcm(*(p.ep for p in parallels))),
+        "num_experts": _at_least(fewest, lcm(groups, *(p.ep for p in parallels))),
         "num_experts_per_tok": top_k,
-        "moe_intermediate_size": _at_least(_LEAST_EXPERT_COLUMNS, lcm(*(p.etp for p in parallels))),
+        "moe_intermediate_size": _at_least(_LEAST_EXPERT_COLUMNS, lcm(*cuts)),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [0] if moe.dense_layers else [],
+        "first_k_dense_replace": 1 if moe.dense_layers else 0,
+        "shared_expert_intermediate_size": _at_least(_LEAST_EXPERT_COLUMNS, lcm(*cuts)),
+        "n_group": groups,
+        "topk_group": groups if moe.top_groups == moe.groups else -(-groups // 2),
+    }
+
+
+def _latent(arch: ModelArch) -> dict[str, Any]:
+    if arch.latent is None:
+        return {}
+    q_rank = None if arch.latent.q_rank is None else 12
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": 4, "v_head_dim": 6}  # all of them different
+    # transformers takes the rotated channels from head_dim.
+    return {"q_lora_rank": q_rank, **sizes, "head_dim": sizes["qk_rope_head_dim"]}
+
+
+def _delta(arch: ModelArch, parallels: Sequence[ParallelConfig], num_layers: int) -> dict[str, Any]:
+    """Delta nets and attention in turn, with a key head for every tp rank, and as many value heads to it as in the user's model."""
+    if arch.delta is None:
+        return {}
+    key_heads = lcm(2, *(p.tp for p in parallels))
+    return {
+        "layer_types": [("full_attention", "linear_attention")[layer % 2 == 0] for layer in range(num_layers)],
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * arch.delta.value_heads // arch.delta.key_heads,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": 6,
     }
 
 
@@ -154,6 +194,8 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if name.endswith("A_log"):  # decays near those of trained models
+        return torch.empty(shape).uniform_(-3.0, 0.0, generator=generator)
     if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
         # Not 1, and biases below are not 0, so that a lost gradient shows in the numbers.
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)

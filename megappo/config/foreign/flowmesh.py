@@ -17,7 +17,7 @@ FLOWMESH = Trainer(
         "kind": unneeded(ORCHESTRATOR),
         "metadata.name": take("run.name", by="run_name"),
         "metadata": unneeded(ORCHESTRATOR),
-        "spec.taskType": implied("PPO", expects=("ppo",), otherwise="megappo trains with PPO (and `megappo sft`)"),
+        "spec.taskType": implied("PPO", expects=("ppo",), otherwise="ppo and dpo are read"),
         "spec.resources.hardware.gpu.count": take("run.num_ranks"),
         "spec.resources": unneeded(ORCHESTRATOR),
         "spec.model.source.type": implied("a directory or a name of the hub", "policy.model"),

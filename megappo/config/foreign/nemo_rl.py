@@ -24,10 +24,26 @@ from megappo.config.foreign.rule import (
     unneeded,
 )
 
+SECTIONS_OF_ROLE = (
+    "tokenizer",
+    "scheduler",
+    "hf_config_overrides",
+    "reward_model_cfg",
+    "megatron_cfg.distributed_data_parallel_config",
+    "megatron_cfg.checkpoint",
+    "megatron_cfg.fp8_cfg",
+    "dtensor_cfg.lora_cfg",
+    "sequence_packing",
+    "dynamic_batching",
+    "megatron_cfg.env_vars",
+    "megatron_cfg.peft",
+    "dtensor_cfg.env_vars",
+    "dtensor_cfg.automodel_kwargs",
+)
 FUSED = "Megatron-core and TransformerEngine choose their fusions"
 
 
-def _role(prefix: str, role: str) -> dict[str, Rule]:
+def role_rules(prefix: str, role: str) -> dict[str, Rule]:
     parallel, ours = f"{role}.parallel", f"{role}.optimizer"
     rules = {
         f"{prefix}.model_name": take(f"{role}.model"),
@@ -59,7 +75,11 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.optimizer.kwargs.eps": take(f"{ours}.eps", by="if_dtensor"),
         f"{prefix}.optimizer.kwargs.foreach": unneeded(FUSED),
         f"{prefix}.optimizer.kwargs.fused": unneeded(FUSED),
-        f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule.type"),
+        f"{prefix}.scheduler": take(
+            *(f"{ours}.{key}" for key in ("lr_schedule.type", "lr_schedule.min_ratio", "warmup_steps")),
+            by="torch_schedule",
+            note="the warm-up starts from 0",
+        ),
         f"{prefix}.hf_config_overrides": missing("the checkpoint's config.json holds", f"{role}.model", off=(None, {})),
         f"{prefix}.tokenizer": unneeded("the tokenizer of the policy's checkpoint is used", "data.tokenizer"),
         f"{prefix}.reward_model_cfg": unneeded("the critic has a value head", "critic.value_head"),
@@ -114,7 +134,7 @@ def _megatron(megatron: str, role: str) -> dict[str, Rule]:
         f"{megatron}.fine_grained_activation_offloading": missing("set offload by hand under fsdp2", f"{role}.recompute"),
         f"{megatron}.offload_modules": unneeded("see fine_grained_activation_offloading", f"{role}.recompute"),
         f"{megatron}.moe_router_dtype": implied("routers compute in fp32", f"{role}.router_aux_coef"),
-        f"{megatron}.moe_router_bias_update_rate": missing("routers have no bias that is steered", f"{role}.router_aux_coef"),
+        f"{megatron}.moe_router_bias_update_rate": take(f"{role}.router_bias_rate", by="if_megatron"),
         **{
             f"{megatron}.{name}": unneeded(FUSED, "model.impl")
             for name in (
@@ -136,7 +156,23 @@ def _megatron(megatron: str, role: str) -> dict[str, Rule]:
         f"{megatron}.fp8_cfg.enabled": missing("bf16 or fp32", f"{role}.dtype"),
         f"{megatron}.distributed_data_parallel_config": unneeded("gradients are reduced in fp32, and overlap where they can"),
         f"{megatron}.env_vars": unneeded("set them in the environment"),
+        f"{megatron}.peft.enabled": take(*_adapters(role), by="megatron_lora"),
+        f"{megatron}.peft": unneeded("see peft.enabled", f"{role}.lora.rank"),
+        f"{megatron}.force_reconvert_from_hf": unneeded("checkpoints are read as they are", f"{role}.model"),
+        f"{megatron}.recompute_granularity": unneeded("see activation_checkpointing", f"{role}.recompute"),
+        f"{megatron}.recompute_modules": unneeded("see activation_checkpointing", f"{role}.recompute"),
+        **{
+            f"{megatron}.{name}": unneeded(FUSED, "model.impl")
+            for name in (
+                *("use_fused_linear_logprobs", "fused_linear_logprobs_chunk_size", "cuda_graph_impl", "cuda_graph_modules"),
+                "cuda_graph_warmup_steps",
+            )
+        },
     }
+
+
+def _adapters(role: str) -> tuple[str, ...]:
+    return tuple(f"{role}.lora.{name}" for name in ("rank", "alpha", "dropout", "targets"))
 
 
 def _dtensor(dtensor: str, role: str) -> dict[str, Rule]:
@@ -144,6 +180,9 @@ def _dtensor(dtensor: str, role: str) -> dict[str, Rule]:
     parallel, engines = f"{role}.parallel", [f"{role}.engine", *(["reference.engine"] if role == "policy" else [])]
     return {
         f"{dtensor}.enabled": take(*engines, by="fsdp2_if_on"),
+        f"{dtensor}.env_vars": unneeded("set them in the environment"),
+        f"{dtensor}.automodel_kwargs": unneeded("transformers' own classes", f"{role}.engine"),
+        f"{dtensor}.dp_replicate_size": unneeded("sharded by layer over all data-parallel ranks", f"{role}.engine"),
         f"{dtensor}._v2": unneeded("one implementation", f"{role}.engine"),
         f"{dtensor}.custom_parallel_plan": missing("the plan of the model's family is used", f"{parallel}.tp"),
         f"{dtensor}.clear_cache_every_n_steps": unneeded("memory is returned where another role needs it"),
@@ -156,7 +195,7 @@ def _dtensor(dtensor: str, role: str) -> dict[str, Rule]:
             by="offload_if_dtensor",
             note="between passes; AdamW runs on the GPU",
         ),
-        f"{dtensor}.lora_cfg.enabled": missing("set the rank by hand", f"{role}.lora.rank"),
+        f"{dtensor}.lora_cfg.enabled": take(*_adapters(role), by="dtensor_lora"),
         f"{dtensor}.lora_cfg": unneeded("see lora_cfg.enabled", f"{role}.lora.rank"),
     }
 
@@ -302,7 +341,7 @@ _RUN = {
 }
 
 _RULES = _RUN | {f"policy.generation.{key}": rule for key, rule in _GENERATION.items()}
-_RULES |= _role("policy", "policy") | _role("value", "critic")
+_RULES |= role_rules("policy", "policy") | role_rules("value", "critic")
 _RULES["policy.tokenizer.chat_template_kwargs"] = take("data.template_args", by="template_args")
 
 NEMO_RL = Trainer(
@@ -314,23 +353,7 @@ NEMO_RL = Trainer(
         "policy.tokenizer.chat_template_kwargs",
         *("env", "logger", "cluster", "defaults", "ppo.async_ppo", "ppo.reward_shaping", "ppo.reward_scaling"),
         *(f"policy.generation.{key}" for key in ("vllm_kwargs", "vllm_cfg", "mcore_generation_config", "colocated.resources")),
-        *(
-            f"{role}.{key}"
-            for role in ("policy", "value")
-            for key in (
-                "tokenizer",
-                "scheduler",
-                "hf_config_overrides",
-                "reward_model_cfg",
-                "megatron_cfg.distributed_data_parallel_config",
-                "megatron_cfg.checkpoint",
-                "megatron_cfg.fp8_cfg",
-                "dtensor_cfg.lora_cfg",
-                "sequence_packing",
-                "dynamic_batching",
-                "megatron_cfg.env_vars",
-            )
-        ),
+        *(f"{role}.{key}" for role in ("policy", "value") for key in SECTIONS_OF_ROLE),
     ),
     chosen={"reward.parts": "rules_of_data"},
 )

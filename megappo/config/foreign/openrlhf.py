@@ -329,33 +329,33 @@ _RENAMED = {
 }
 
 
-def _own_optimizer(prefix: str, role: str) -> dict[str, Rule]:
-    """Keys that the dotted form has for each of the two models."""
+def own_optimizer(prefix: str, role: str) -> dict[str, Rule]:
+    """Keys of the dotted form for one model, behind a prefix that ends with a dot or is empty."""
     ours = f"{role}.optimizer"
     return {
-        f"{prefix}.optim": implied("AdamW", f"{ours}.lr", expects=("adam",), otherwise="AdamW is the only optimizer"),
-        f"{prefix}.muon": unneeded(f"of muon alone (see {prefix}.optim)", f"{ours}.lr"),
-        f"{prefix}.adam.betas": take(f"{ours}.betas"),
-        f"{prefix}.adam.eps": take(f"{ours}.eps"),
-        f"{prefix}.adam.weight_decay": take(f"{ours}.weight_decay"),
-        f"{prefix}.lr_scheduler": take(f"{ours}.lr_schedule.type", values=SCHEDULES, otherwise=ONE_SCHEDULE),
-        f"{prefix}.lr_warmup_ratio": take(f"{ours}.warmup_steps", by="warmup_ratio", note="in optimizer steps"),
-        f"{prefix}.min_lr_ratio": take(f"{ours}.lr_schedule.min_ratio"),
-        f"{prefix}.max_norm": take(f"{ours}.clip_grad"),
+        f"{prefix}optim": implied("AdamW", f"{ours}.lr", expects=("adam",), otherwise="AdamW is the only optimizer"),
+        f"{prefix}muon": unneeded(f"of muon alone (see {prefix}optim)", f"{ours}.lr"),
+        f"{prefix}adam.betas": take(f"{ours}.betas"),
+        f"{prefix}adam.eps": take(f"{ours}.eps"),
+        f"{prefix}adam.weight_decay": take(f"{ours}.weight_decay"),
+        f"{prefix}lr_scheduler": take(f"{ours}.lr_schedule.type", values=SCHEDULES, otherwise=ONE_SCHEDULE),
+        f"{prefix}lr_warmup_ratio": take(f"{ours}.warmup_steps", by="warmup_ratio", note="in optimizer steps"),
+        f"{prefix}min_lr_ratio": take(f"{ours}.lr_schedule.min_ratio"),
+        f"{prefix}max_norm": take(f"{ours}.clip_grad"),
     }
 
 
 _TODAY = {
     **{new: _RULES[old] for new, old in _RENAMED.items()},
-    **_own_optimizer("actor", "policy"),
-    **_own_optimizer("critic", "critic"),
+    **own_optimizer("actor.", "policy"),
+    **own_optimizer("critic.", "critic"),
     "data.max_len": take(
         "data.max_prompt_tokens", "rollout.max_response_tokens", by="total_length", note="prompt and response share it there"
     ),
-    "data.image_key": missing("text only"),
+    "data.image_key": missing("images are read: docs/images.md", "data.image_key"),
     "data.max_images_per_prompt": missing("text only"),
     "data.dataloader_num_workers": unneeded("prompts are tokenized once, before the ranks start", "data.train"),
-    "actor.freeze_visual_encoder": unneeded("text only"),
+    "actor.freeze_visual_encoder": missing("name it: [visual]", "policy.freeze", off=(None, False)),
     "algo.advantage.is_correction_type": unneeded("is_correction_enable takes it over", "algorithm.importance_sampling.type"),
     "train.partial_rollout_enable": missing("set the tokens of a step by hand", "rollout.partial_rollout_tokens"),
     "ckpt.best_metric_key": missing("name one of megappo's metrics", "trainer.keep_best"),
@@ -400,7 +400,7 @@ LIGHTRFT = Trainer(
         "save_trajectories": implied("trajectories are written", "telemetry.trajectories_every"),
         "max_eval_samples": take("data.eval_prompts", by="positive"),
         "mixed_mm_data": missing("text only"),
-        "images_key": missing("text only"),
+        "images_key": missing("images are read: docs/images.md", "data.image_key"),
         "limit_mm_image_per_prompt": unneeded("text only"),
         "freeze_prefix": missing("every parameter is trained"),
         "reward_fn": missing("a rule in megappo/rewards", "reward.parts"),

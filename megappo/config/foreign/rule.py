@@ -6,8 +6,9 @@ A table is data. A rule that needs other keys (samples = prompts x responses) na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -49,15 +50,23 @@ class Rule:
 # Our keys that say what a run learns, and not how fast or where it does.
 LEARNING = (
     "algorithm.",
-    "reward",
+    "loss.",
+    "reward.",
+    "reward_model.engine",
+    "reward_model.model",
+    "reward_model.optimizer.",
     "critic.loss",
     "critic.warmup",
+    "policy.lora.",
     "policy.optimizer.",
+    "reward_model.lora.",
     "critic.optimizer.",
     "rollout.sampling.",
     "rollout.samples_per_prompt",
     "rollout.environment",
     "data.prompts_per_step",
+    "data.tokenizer",
+    "trainer.batch_size",
 )
 OTHER_FILE = "that file has more keys: convert it, or the merged configuration"
 
@@ -68,6 +77,16 @@ def take(*keys: str, note: str = "", values: Mapping[Any, Any] | None = None, by
 
 def implied(note: str, *keys: str, expects: tuple[Any, ...] = (), otherwise: str = "") -> Rule:
     return Rule(Outcome.IMPLIED, keys, note, expects=expects, otherwise=otherwise)
+
+
+def of_learner(rules: Mapping[str, Rule], role: str, names: Iterable[str]) -> dict[str, Rule]:
+    """Rules of PPO's settings for a run in which one model trains: keys of the policy become those of `role`, other roles' go."""
+    return {name: replace(rules[name], keys=_of_role(rules[name].keys, role)) for name in names}
+
+
+def _of_role(keys: tuple[str, ...], role: str) -> tuple[str, ...]:
+    kept = [key for key in keys if not key.startswith(("critic.", "reference.", "rollout.", "algorithm.", "reward."))]
+    return tuple(re.sub(r"^policy\.", f"{role}.", key) for key in kept)
 
 
 def unneeded(note: str, *keys: str) -> Rule:
@@ -96,6 +115,10 @@ class Trainer:
     """True if warm-up and schedule of the learning rate count PPO steps instead of optimizer steps."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Today's name of a key -> the older name under which the arithmetic asks for it."""
+    kind: str = ""
+    """Kind of supervised run that its settings become (`kind: dpo`); empty: PPO."""
+    classes: tuple[str, ...] = ()
+    """Names of the Python classes whose arguments they are."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """Our key -> name of the arithmetic that chooses a value, with its reason, where the source has none."""
 

@@ -7,7 +7,9 @@ from megappo.config.foreign.rule import (
     KL_ESTIMATORS,
     NO_FP16,
     ONE_SCHEDULE,
+    OTHER_FILE,
     SCHEDULES,
+    Outcome,
     Rule,
     Trainer,
     implied,
@@ -55,6 +57,60 @@ OLD: dict[str, Rule] = {
     "remove_unused_columns": unneeded("records keep all their fields", "data.train"),
 }
 
+# transformers' arguments that no trainer of TRL has for itself.
+_UNNEEDED: dict[str, tuple[str, ...]] = {
+    "there is one epoch's order, and each example in it": ("dataloader_drop_last", "dataloader_in_order", "ignore_data_skip"),
+    "records are tokenized once, before the ranks start": (
+        *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+        *("dataloader_multiprocessing_context", "length_column_name", "label_names"),
+    ),
+    "every step is logged": (
+        *("logging_strategy", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
+        *("log_level", "log_level_replica", "disable_tqdm", "skip_memory_metrics", "debug", "trackio_space_id"),
+        *("trackio_bucket_id", "trackio_static_space_id"),
+    ),
+    "see trainer.eval_every": (
+        *("eval_delay", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        *("include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "do_train", "do_eval", "do_predict"),
+    ),
+    "checkpoints are megappo's own": (
+        *("save_on_each_node", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "save_safetensors"),
+        *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    ),
+    "kernels are chosen by kernels and model.impl": (
+        *("tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
+        *("use_cache", "torch_empty_cache_steps"),
+    ),
+    "megappo's groups, and its engines": (
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+        *("ddp_timeout", "fsdp_config", "accelerator_config", "parallelism_config", "local_rank", "auto_find_batch_size"),
+    ),
+}
+SECTIONS = ("fsdp_config", "accelerator_config", "parallelism_config", "lr_scheduler_kwargs", "liger_kernel_config")
+ARGUMENTS: dict[str, Rule] = {
+    **{name: unneeded(why, "run.name") for why, names in _UNNEEDED.items() for name in names},
+    "lr_scheduler_kwargs": missing(ONE_SCHEDULE, *_both("lr_schedule.type"), off=(None, {})),
+    "lr_scheduler_kwargs.min_lr_rate": take(*_both("lr_schedule.min_ratio")),
+    "lr_scheduler_kwargs.min_lr": take(*_both("lr_schedule.min_ratio"), by="min_lr_ratio", note="as a share of lr"),
+    "optim_args": missing("AdamW has its own keys", *_both("betas")),
+    "optim_target_modules": missing("AdamW is the only optimizer", *_both("lr")),
+    "average_tokens_across_devices": implied("the count is that of the whole batch", "run.num_ranks"),
+    "label_smoothing_factor": missing("targets are not smoothed", *_both("lr"), off=(None, 0, 0.0)),
+    "neftune_noise_alpha": missing("embeddings have no noise", *_both("lr")),
+    "train_sampling_strategy": implied(
+        "data.shuffle", "data.shuffle", expects=("random",), otherwise="set data.shuffle; lengths group nothing"
+    ),
+    "eval_on_start": take("trainer.eval_before"),
+    "load_best_model_at_end": missing("name one of megappo's metrics", "trainer.keep_best"),
+    "metric_for_best_model": unneeded("see load_best_model_at_end", "trainer.keep_best"),
+    "greater_is_better": unneeded("see load_best_model_at_end", "trainer.keep_best"),
+    "full_determinism": missing("resume is bit for bit; kernels decide the rest", "run.seed"),
+    "use_cpu": take("run.device", values={True: "cpu", False: "cuda"}),
+    "project": unneeded("W&B reads WANDB_PROJECT", "telemetry.trackers"),
+    "resume_from_checkpoint": implied("`--resume` continues a run", "run.name", expects=(None, True, False)),
+    "config": Rule(Outcome.MISSING, note=OTHER_FILE, off=(None,), is_file=True),
+}
+
 _NEW: dict[str, Rule] = {
     "sft_model_path": take("policy.model"),
     "reward_model_path": take(
@@ -74,7 +130,9 @@ _NEW: dict[str, Rule] = {
     "adam_beta2": take(*_both("betas"), by="beta2"),
     "adam_epsilon": take(*_both("eps")),
     "max_grad_norm": take(*_both("clip_grad")),
-    "optim": implied("AdamW", expects=("adamw_torch", "adamw_torch_fused", "adamw_hf"), otherwise="AdamW is the only optimizer"),
+    "optim": implied(
+        "AdamW", *_both("lr"), expects=("adamw_torch", "adamw_torch_fused", "adamw_hf"), otherwise="AdamW is the only optimizer"
+    ),
     "per_device_train_batch_size": take("data.prompts_per_step", by="trl_batch", note=BATCH),
     "gradient_accumulation_steps": take("data.prompts_per_step", by="trl_batch", note=BATCH),
     "world_size": take("run.num_ranks"),
@@ -145,7 +203,8 @@ _NEW: dict[str, Rule] = {
 TRL = Trainer(
     "TRL",
     # The older version's keys first: where both know a key, the newer one's meaning holds.
-    OLD | _NEW,
+    OLD | ARGUMENTS | _NEW,
+    classes=("PPOConfig",),
     commands=("ppo.py", "ppo_tldr.py", "trl.experimental.ppo"),
     defaults={
         "learning_rate": 3e-6,
@@ -159,6 +218,6 @@ TRL = Trainer(
         "lr_scheduler_type": "linear",
         "seed": 42,
     },
-    sections=("tracker_kwargs", "gradient_checkpointing_kwargs", "deepspeed"),
+    sections=("tracker_kwargs", "gradient_checkpointing_kwargs", "deepspeed", *SECTIONS),
     chosen={"reward.parts": "rules_of_data"},
 )

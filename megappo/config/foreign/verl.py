@@ -213,14 +213,14 @@ DATA = {
     "data.return_raw_input_ids": unneeded("rewards see text and ids"),
     "data.return_raw_chat": unneeded("rewards see text and ids"),
     "data.return_full_prompt": unneeded("rewards see text and ids"),
-    "data.return_multi_modal_inputs": unneeded("text only"),
-    "data.image_key": missing("text only", off=(None, "images")),
+    "data.return_multi_modal_inputs": unneeded("tokens carry the images"),
+    "data.image_key": missing("images are read: docs/images.md", "data.image_key", off=(None, "images")),
     "data.video_key": missing("text only", off=(None, "videos")),
     "data.apply_chat_template_kwargs": take("data.template_args", by="template_args"),
     "data.sampler.class_path": missing("prompts are shuffled, or visited in order", "data.shuffle"),
     "data.sampler.class_name": missing("prompts are shuffled, or visited in order", "data.shuffle"),
     "data.custom_cls.name": missing("records are read from .jsonl, .parquet or the hub", "data.train"),
-    "data.image_patch_size": unneeded("text only"),
+    "data.image_patch_size": unneeded("the model's own"),
     "data.custom_cls.path": missing("records are read from .jsonl, .parquet or the hub", "data.train"),
     "data.trust_remote_code": missing("no code of a model repository is run"),
     "data.dataloader_num_workers": unneeded("prompts are tokenized once, before the ranks start"),
@@ -267,7 +267,7 @@ ACTOR = {
     "actor_rollout_ref.actor.tis_imp_ratio_cap": take(
         "algorithm.importance_sampling.type", "algorithm.importance_sampling.high", by="tis_cap"
     ),
-    "actor_rollout_ref.actor.freeze_vision_tower": unneeded("text only"),
+    "actor_rollout_ref.actor.freeze_vision_tower": missing("name it: [visual]", "policy.freeze", off=(None, False)),
     "actor_rollout_ref.actor.calculate_entropy": implied("entropy is a metric of every step", "algorithm.entropy.coef"),
     "actor_rollout_ref.actor.router_replay.mode": missing(
         "experts are chosen anew by the trainer", "rollout.engine", off=(None, "disabled")

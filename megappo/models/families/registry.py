@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from megappo.models.families.deepseek_v3 import DEEPSEEK_V3
+from megappo.models.families.gemma3 import GEMMA3
+from megappo.models.families.glm4_moe import GLM4_MOE
+from megappo.models.families.gpt_oss import GPT_OSS
 from megappo.models.families.llama import LLAMA
 from megappo.models.families.ministral3 import MINISTRAL3
 from megappo.models.families.mistral import MISTRAL
 from megappo.models.families.qwen2 import QWEN2
 from megappo.models.families.qwen3 import QWEN3
+from megappo.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megappo.models.families.qwen3_moe import QWEN3_MOE
-from megappo.models.family import HEADS, Family
+from megappo.models.families.qwen3_next import QWEN3_NEXT
+from megappo.models.family import HEADS, Family, NotImplementedByFamilies
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MINISTRAL3)}
+_ALL = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MISTRAL,
+    MINISTRAL3,
+    GEMMA3,
+    GLM4_MOE,
+    GPT_OSS,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    DEEPSEEK_V3,
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 """`ModelArch.family` -> family."""
-
-
-class NotImplementedByFamilies(ValueError):
-    """A valid config whose architecture or feature megappo's own layers do not have."""
 
 
 def family_of(architecture: str) -> Family:

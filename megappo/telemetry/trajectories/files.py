@@ -12,8 +12,10 @@ from megappo.config.errors import ConfigError
 
 FORMAT = 1
 FOLDER = "trajectories"  # below the run's directory
-# Lists with one number per response token, null where the policy did not sample it. Runs without a reference lack ref_logprob.
-TOKEN_FIELDS = ("logprob", "rollout_logprob", "ref_logprob", "entropy", "value", "reward", "advantage", "returns")
+# Lists with one number per response token, null where the policy did not sample it. Runs without a reference lack ref_logprob,
+# those without a teacher teacher_logprob.
+_LOGPROBS = ("logprob", "rollout_logprob", "ref_logprob", "teacher_logprob")
+TOKEN_FIELDS = (*_LOGPROBS, "entropy", "value", "reward", "advantage", "returns")
 # About half of fp32's digits are noise between two layouts, and a response of 1,000 tokens has 8,000 numbers.
 DIGITS = 5
 

@@ -56,7 +56,8 @@ class Trajectory(BaseModel):
     mask: Annotated[Numbers, AfterValidator(lambda numbers: numbers == 1)] = Field(alias="response_mask")
     """bool, true on sampled tokens."""
     fields: dict[str, Numbers]
-    """Name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob."""
+    """Name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob, one without a teacher
+    teacher_logprob."""
     special: frozenset[int] = Field(alias="special_tokens", strict=False)
     """Ids that stand for no text."""
 
@@ -72,6 +73,11 @@ class Trajectory(BaseModel):
     def kl(self) -> np.ndarray | None:
         """log pi - log pi_ref of every token (k1), in nats; its sum over a response is that of `kl/per_response`."""
         return self._difference("logprob", "ref_logprob")
+
+    @property
+    def teacher_kl(self) -> np.ndarray | None:
+        """log pi - log teacher of every token (k1), in nats."""
+        return self._difference("logprob", "teacher_logprob")
 
     @property
     def value_error(self) -> np.ndarray | None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, Ragged, cu_seqlens_of
+from megappo.data.packing import ROUTES, PackedBatch, Ragged, cu_seqlens_of, route_dtype
 from megappo.data.prompts import Prompt
 from megappo.parallel.consensus import raise_together
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
@@ -82,9 +82,10 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
 
 
 def canary_requests(prompts: Sequence[Prompt], rows: Sequence[int], run_seed: int, step: int) -> SampleRequests:
-    """Build a request for each of the prompts in `rows`, with seeds that no sample of the step has."""
+    """Build a request for each of the prompts in `rows`, with seeds that no sample of the step has, and without their records: no
+    environment plays them."""
     return SampleRequests(
-        len(rows), 1, lambda place: prompts[rows[place]], lambda number: _seed_of(f"canary/{run_seed}/{step}/{number}")
+        len(rows), 1, lambda place: prompts[rows[place]].tokens, lambda number: _seed_of(f"canary/{run_seed}/{step}/{number}")
     )
 
 
@@ -93,17 +94,20 @@ def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sam
     return prompts[rows[sample // n]]
 
 
-def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False) -> Experience:
+def collect(
+    requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False, num_experts: int = 0
+) -> Experience:
     """Turn the responses of all ranks into experience spread over all ranks. Collective over the world.
-    requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids: as in
-    `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all trajectories, in
-    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed. A field LOST + reason [B]
-    bool marks the trajectories that environments of any rank ended for that reason."""
+    requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids,
+    num_experts: as in `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all
+    trajectories, in order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed. A field LOST +
+    reason [B] bool marks the trajectories that environments of any rank ended for that reason."""
     asked, responses, previous, num_samples, any_lost = _sequences(requests, responses)
     numbers = [response.number for response in responses]
     # With partial rollouts every request has a limit. Read it there, so ranks that drew nothing have the same fields.
     is_partial = len(requests) > 0 and requests[0].max_tokens is not None
-    drawn = pack_experience(asked, responses, with_top_k_ids=with_top_k_ids, is_partial=is_partial)
+    recorded = {"with_top_k_ids": with_top_k_ids, "num_experts": num_experts}
+    drawn = pack_experience(asked, responses, **recorded, is_partial=is_partial)
     if any_lost:
         drawn = drawn.with_fields({}, _lost_of([_reason_of(one) for one in responses]))
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
@@ -126,7 +130,8 @@ def _sequences(
     counts[-1] = len(faults)
     counts = total(counts)
     if int(counts[-1]):
-        fault = EnvironmentFault(f"rank {place_in_world()[0]}: {faults[0]}") if faults else None
+        named = faults[0] if faults and faults[0].startswith("rank ") else f"rank {place_in_world()[0]}: {''.join(faults[:1])}"
+        fault = EnvironmentFault(named) if faults else None
         raise_together(fault, EnvironmentFault)
     counts, any_lost = counts[:-2], bool(counts[-2])
     firsts = len(requests) + counts.cumsum(0) - counts
@@ -154,11 +159,17 @@ def _lost_of(reasons: Sequence[str]) -> dict[str, Tensor]:
 
 
 def pack_experience(
-    requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False, is_partial: bool = False
+    requests: Sequence[Request],
+    responses: Sequence[Response],
+    *,
+    with_top_k_ids: bool = False,
+    num_experts: int = 0,
+    is_partial: bool = False,
 ) -> PackedBatch:
     """Pack prompt and response of some samples; responses[i] answers requests[i].
     Token fields: response_mask (true on sampled tokens) and rollout_logprob (the sampler's, 0 elsewhere). Sequence field: truncated
-    (cut by the length limit). `with_top_k_ids` adds the ragged field kept: the ids that each sampled token was drawn from. With
+    (cut by the length limit). `with_top_k_ids` adds the ragged field kept: the ids that each sampled token was drawn from;
+    `num_experts` the field `ROUTES`: of so many experts those that the sampler chose. With
     `is_partial` responses span several steps: response_mask covers this step's tokens, whole_mask [T] those of all steps, and
     unfinished [B] marks responses that a later step continues, which do not count as truncated."""
     tokens: list[NDArray[numpy.int32]] = []
@@ -183,12 +194,16 @@ def pack_experience(
         goes_on = torch.tensor([request.goes_on for request in requests], dtype=torch.bool)
         of_sequences = {"truncated": cut & ~goes_on, "unfinished": cut & goes_on}
     kept = [response.kept for response in responses if response.kept is not None]
+    # Also of a rank that drew nothing
+    ragged = {"kept": _kept_field(kept, sampled)} if with_top_k_ids else {}
+    if num_experts:
+        ragged[ROUTES] = _routes_field(responses, lengths, num_experts)
     return PackedBatch(
         tokens=torch.from_numpy(joined(tokens, numpy.int32)).long(),
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
         sequence_fields=of_sequences,
-        ragged_fields={"kept": _kept_field(kept, sampled)} if with_top_k_ids else {},  # also of a rank that drew nothing
+        ragged_fields=ragged,
     )
 
 
@@ -196,6 +211,21 @@ def _behind(prompts: Tensor, lengths: Tensor) -> Tensor:
     """Return [T] bool, true at tokens after the first prompts[b] of sequences of lengths[b] tokens."""
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return torch.arange(len(starts)) - starts >= prompts.repeat_interleave(lengths)
+
+
+def _routes_field(responses: Sequence[Response], lengths: Sequence[int], num_experts: int) -> Ragged:
+    dtype = route_dtype(num_experts)
+    ids, counts = [torch.empty(0, dtype=dtype)], torch.zeros(sum(lengths), dtype=torch.int32)
+    start = 0
+    for response, length in zip(responses, lengths, strict=True):
+        routes = response.routes
+        assert routes is not None, f"the engine recorded no experts of response {response.number}"
+        # A stop string, or steps that vLLM ran ahead, may end the response before the last rows
+        rows = routes.experts[: length - routes.first]
+        ids.append(torch.from_numpy(rows).flatten())
+        counts[start + routes.first : start + routes.first + len(rows)] = rows.shape[1]
+        start += length
+    return Ragged(torch.cat(ids), counts)
 
 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:

@@ -213,9 +213,12 @@ class Route:
         sent = values.select(self.sent.spans)
         counts, ids = sent.counts.new_empty(int(self.received.tokens.sum())), sent.ids
         self.wire.all_to_all(counts, sent.counts, self.received.tokens.tolist(), self.sent.tokens.tolist())
-        sizes = _sums_of_parts(counts, self.received.tokens)
-        arrived = ids.new_empty(sum(sizes))
-        self.wire.all_to_all(arrived, ids, sizes, _sums_of_parts(sent.counts, self.sent.tokens))
+        sizes, own = (
+            [size * ids.itemsize for size in _sums_of_parts(*part)]
+            for part in ((counts, self.received.tokens), (sent.counts, self.sent.tokens))
+        )
+        arrived = ids.new_empty(sum(sizes) // ids.itemsize)
+        self.wire.all_to_all(arrived.view(torch.uint8), ids.view(torch.uint8), sizes, own)  # gloo carries no int16
         return Ragged(arrived, counts).select(self.received.spans)
 
     def _groups(self, parts: Sequence[_Part]) -> list[list[_Part]]:

@@ -66,7 +66,7 @@ def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch
     theirs = arch_for(model, section.get("engine", "megatron"))
     differing = [field.name for field in fields(arch) if getattr(theirs, field.name) != getattr(arch, field.name)]
     # A critic differs from a policy by its head; the layers below must agree, in the words of either engine.
-    differing = [name for name in differing if name not in ("architecture", "tied_embeddings", "own", "head_rows")]
+    differing = [name for name in differing if name not in ("architecture", "tied_embeddings", "own", "head_rows", "scores_texts")]
     if not differing:
         return None
     return ", ".join(f"{name} {getattr(theirs, name)} instead of {getattr(arch, name)}" for name in differing[:3]), model

@@ -23,7 +23,8 @@ from megappo.config.loading import explicit_keys
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import section_of
 from megappo.config.run_sections import TelemetryConfig
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.models.arch import ModelArch
@@ -34,11 +35,13 @@ from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.runtime.installed import missing_package
 from megappo.runtime.user_code import read_code
-from megappo.telemetry.metrics import Metric, metric_names, nearest_name, open_beginnings
+from megappo.telemetry.hardware import profile_of
+from megappo.telemetry.metrics import Metric, metric_names, names_of_kind, nearest_name, open_beginnings
 from megappo.telemetry.trackers.mlflow_run import URI
 from megappo.telemetry.trajectories.files import files_by_step
 from megappo.trainer.prepare.checkpoint_source import check_critic_sources
-from megappo.trainer.prepare.layouts import check_layouts, check_weights, read_archs
+from megappo.trainer.prepare.images import check_images
+from megappo.trainer.prepare.layouts import check_layouts, check_weights, model_of_tokenizer, read_archs
 from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 
 WANDB_SERVER = "https://api.wandb.ai"
@@ -92,21 +95,21 @@ def _wandb_setting(name: str) -> str | None:
         return None
 
 
-def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
+def check_inputs(config: AnyConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
     """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
     resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads no `data.train` and no unused reward."""
     # With data.fit_batch the batch sizes are known only once the data is read.
-    if isinstance(config, SftConfig) or not config.data.fit_batch:
+    if isinstance(config, SupervisedConfig) or not config.data.fit_batch:
         refuse(list(live_key_problems(config)), config, explicit_keys(config))
-    if isinstance(config, TrainConfig):
-        check_names(config, need_packages=not shapes_only)
+    check_names(config, need_packages=not shapes_only)
+    profile_of(config.telemetry.hardware, None)  # raises if there is none of this name
     archs = read_archs(config)
     if shapes_only:
         return
     check_weights(config, archs)
     if isinstance(config, TrainConfig) and not resume:
         check_critic_sources(config, archs)
-    find_tokenizer(config.data.tokenizer or config.policy.model)
+    find_tokenizer(config.data.tokenizer or model_of_tokenizer(config))
     if isinstance(config, TrainConfig) and reads_trajectories(config):
         _find("critic.warmup.trajectories", str(config.critic.warmup_trajectories), lambda path: files_by_step(Path(path)))
         return
@@ -116,6 +119,9 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         if config.reward_model.model is not None:
             find_reward_tokenizer(config)
         _check_files(config, trains)
+        return
+    for name, data in config.held_out.items():
+        _find(f"evaluations.{name}" if name else "data.eval", data)
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
@@ -145,14 +151,21 @@ def _find(key: str, sources: str | Sequence[str], find: Callable[[str], object] 
             raise ConfigError(f"{key}: {error}") from None
 
 
-def _check_progress(config: TrainConfig) -> None:
+def _check_progress(config: AnyConfig) -> None:
     """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
+    if isinstance(config, SupervisedConfig):
+        _require_known(config.telemetry.progress, [*names_of_kind(config.name), *evaluations.held_out_names(config)], ())
+        return
     labels = {part.label: part.kind for part in config.reward.parts}
     roles = [*roles_in_use(config), *(["reference"] if reference_is_base(config) else [])]
     names = [*metric_names(list(labels), roles), *evaluations.metric_names(config)]
     names += [Metric.REWARD_PART.of(f"{label}/retries") for label, kind in labels.items() if kind == "url"]
     unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
-    for name in config.telemetry.progress:
+    _require_known(config.telemetry.progress, names, unknown_ends)
+
+
+def _require_known(columns: Sequence[str], names: Sequence[str], unknown_ends: tuple[str, ...]) -> None:
+    for name in columns:
         if name not in names and not name.startswith(unknown_ends):
             nearest = nearest_name(name, names)
             hint = f"did you mean {nearest}? " if nearest else ""
@@ -160,12 +173,12 @@ def _check_progress(config: TrainConfig) -> None:
             raise ConfigError(problem("telemetry.progress", name, fix))
 
 
-def check_names(config: TrainConfig, *, need_packages: bool) -> None:
+def check_names(config: AnyConfig, *, need_packages: bool) -> None:
     """ConfigError for an unknown metric or reward, and for a missing package that this configuration needs."""
     _check_progress(config)
     if not need_packages:
         return
-    if not reads_trajectories(config):
+    if isinstance(config, TrainConfig) and not reads_trajectories(config):
         _check_reward(config.reward)
         for name, one in config.evaluations.items():
             if one.reward is not None:
@@ -197,18 +210,16 @@ class CheckedRun:
     notes: tuple[str, ...]
 
 
-def check_run(
-    config: TrainConfig | SftConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
-) -> CheckedRun:
+def check_run(config: AnyConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False) -> CheckedRun:
     """Check the configuration of a PPO run or of a fine-tuning. ValueError, one line, for the first mistake.
     resume: the run continues from its own checkpoint, so inputs only needed at the start may be missing. shapes_only: weights and
     packages may be missing; config.json of the models is enough."""
     notes = check_config(config, explicit_keys(config), world_size, device)
-    if isinstance(config, TrainConfig):
-        check_names(config, need_packages=not shapes_only)
+    check_names(config, need_packages=not shapes_only)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
     archs = read_archs(config)
+    check_images(config, archs)
     if not shapes_only:
         notes = (*notes, *check_weights(config, archs))
     layouts = check_layouts(config, archs, world_size, implementation)
@@ -216,12 +227,17 @@ def check_run(
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
     if isinstance(config, TrainConfig):
         if config.rollout.engine == "vllm" and "policy" in archs:
-            check_vllm(archs["policy"], longest_sequence_tokens(config), device)  # raises if vLLM cannot serve it
+            # Raises if vLLM cannot serve it.
+            check_vllm(archs["policy"], longest_sequence_tokens(config), device, config.policy.dtype == "fp32")
+            asked = config.rollout.replay_experts
+            if asked in ("policy", "all") and archs["policy"].moe is None:
+                fix = f"this {archs['policy'].family} model has no experts; remove it"
+                raise ConfigError(problem("rollout.replay_experts", asked, fix))
         if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
             check_critic_sources(config, archs)
-        if (url := config.checkpoint.remote) is not None and not shapes_only:
-            with about_remote(url):  # `preflight.py` contacts the storage
-                require_protocol(url)
+    if (url := config.checkpoint.remote) is not None and not shapes_only:
+        with about_remote(url):  # `preflight.py` contacts the storage
+            require_protocol(url)
     return CheckedRun(archs, layouts, notes)
 
 

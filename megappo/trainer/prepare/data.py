@@ -13,14 +13,17 @@ from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import DEFAULT, config_of_set, key_of
 from megappo.config.layout_checks import uses_model
 from megappo.config.role_sections import is_critic
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
+from megappo.data.ahead import AheadLoader
 from megappo.data.cache import Cache
+from megappo.data.images import PromptImages
 from megappo.data.loader import PassRates, PromptLoader, weights_of
-from megappo.data.prompt_rows import format_of, load_prompts, open_cache
+from megappo.data.prompt_rows import load_prompts, open_cache
 from megappo.data.prompts import PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_sources
-from megappo.data.texts import DemonstrationRules, DemonstrationSet, TextRules, TextSet, demonstrations_of, texts_of
+from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
@@ -28,7 +31,8 @@ from megappo.rollout.environment import Conversation, PreparedEnvironment
 from megappo.rollout.turn import USE
 from megappo.runtime.user_code import OwnCode
 from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
-from megappo.trainer.prepare.layouts import model_paths
+from megappo.trainer.prepare.images import image_notes, images_of_run
+from megappo.trainer.prepare.layouts import model_of_tokenizer, model_paths
 from megappo.trainer.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import AnswerKey, check_answers, load_parts, require_answer
@@ -72,12 +76,12 @@ def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
         )
 
 
-def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
+def check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a note for each such role whose checkpoint has no tokenizer to compare. ConfigError, with the first differing id, if a
     role numbers other pieces than `tokenizer`, the run's."""
     for role, (key, path) in model_paths(config).items():
-        is_policys = key == "policy.model" or Path(path).resolve() == Path(config.policy.model).resolve()
-        if is_policys or not (is_critic(role) or role == "reference"):
+        is_policys = key == f"{config.learner}.model" or Path(path).resolve() == Path(model_of_tokenizer(config)).resolve()
+        if is_policys or not (is_critic(role) or role in ("reference", "teacher")):
             continue
         try:
             of_role = find_tokenizer(path)()
@@ -149,6 +153,8 @@ class EvaluationData:
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
     environment: PreparedEnvironment | None = None
+    images: PromptImages | None = None
+    """Images of all prompts; None if `data.image_key` is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +174,17 @@ class RunData(EvaluationData):
 def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
     """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if already loaded.
     ValueError, one line: missing or unreadable files; records without a needed key; no prompt left after the filter, or fewer than
-    a step takes; invalid weights; token ids that the model lacks, or that a critic or the reference numbers differently; a warm-up
+    a step takes; invalid weights; token ids that the model lacks, or that critic, reference or teacher number otherwise; a warm-up
     longer than the run; a reward rule that can read no answer; code of a reward or environment that cannot be loaded; a field that
     reward code requires and records lack; a reward model that refuses the prompts; fewer texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
-    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
+    tokenizer, cache = checked_tokenizer(config, policy), open_cache(config.run)
     notes = [*check_vocabularies(config, tokenizer), *turn_notes(config, tokenizer)]
+    images = images_of_run(config, cache)
     if train is None:
-        train = load_prompts(config.data, config.data.train, tokenizer, cache)
-    evaluations = load_evaluations(config, tokenizer, cache)
+        train = load_prompts(config.data, config.data.train, tokenizer, cache, images=images)
+    evaluations = load_evaluations(config, tokenizer, cache, images)
     environment = load_environment(config, tokenizer)
     notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
@@ -189,10 +196,11 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     return RunData(
         tokenizer=tokenizer,
         evaluations=evaluations,
-        notes=(*notes, *sampling_notes(config, loader), *scored.notes, *cache.notes),
+        notes=(*notes, *sampling_notes(config, loader), *image_notes(images), *scored.notes, *cache.notes),
         reward_parts=reward_parts,
         reward_text=scored.text,
         environment=environment,
+        images=images,
         train=train,
         loader=loader,
         total_steps=total_steps,
@@ -202,8 +210,9 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
     """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
-    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
-    evaluations = load_evaluations(config, tokenizer, cache)
+    tokenizer, cache = checked_tokenizer(config, policy), open_cache(config.run)
+    images = images_of_run(config, cache, trains=False)
+    evaluations = load_evaluations(config, tokenizer, cache, images)
     reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
     environment = load_environment(config, tokenizer)
     notes = [*_answer_notes(config, reward_parts, None, evaluations, environment)]
@@ -212,10 +221,11 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     return EvaluationData(
         tokenizer=tokenizer,
         evaluations=evaluations,
-        notes=(*notes, *scored.notes, *cache.notes),
+        notes=(*notes, *image_notes(images), *scored.notes, *cache.notes),
         reward_parts=reward_parts,
         reward_text=scored.text,
         environment=environment,
+        images=images,
     )
 
 
@@ -281,12 +291,16 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
     rates = None
     if (curriculum := data.curriculum) is not None:
         rates = PassRates(len(train), curriculum.pass_score, curriculum.min_chance, seed)
-    return PromptLoader(len(train), data.prompts_per_step, data.shuffle, seed, cache, weights=weights, pass_rates=rates)
+    order = {"shuffle": data.shuffle, "seed": seed, "cache": cache, "weights": weights, "pass_rates": rates}
+    if (staleness := config.rollout.max_staleness) is None:
+        return PromptLoader(len(train), data.prompts_per_step, **order)
+    ahead = {"staleness": staleness, "n": config.rollout.samples_per_prompt}
+    return AheadLoader(len(train), data.prompts_per_step, **ahead, **order)
 
 
 def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
     """Load only the prompts of `data.train`. ValueError as `load_run_data`."""
-    return load_prompts(config.data, config.data.train, tokenizer_of(config), cache)
+    return load_prompts(config.data, config.data.train, tokenizer_of(config), cache, images=images_of_run(config, cache))
 
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
@@ -298,33 +312,14 @@ def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Seq
     return load_reward_text(config, sets, cache)
 
 
-@dataclass(frozen=True)
-class SftData:
-    """Data of a fine-tuning. notes: for the plan."""
-
-    tokenizer: Tokenizer
-    demonstrations: DemonstrationSet
-    notes: tuple[str, ...] = ()
-
-
-def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
-    """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
-    data = config.data
-    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
-    rules = DemonstrationRules(data.prompt_key, data.response_key, format_of(data), data.max_tokens)
-    demonstrations = demonstrations_of(open_sources(data.train), tokenizer, rules, cache)
-    if config.trainer.batch_size > len(demonstrations):
-        fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
-        raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))
-    return SftData(tokenizer, demonstrations, tuple(cache.notes))
-
-
-def tokenizer_of(config: TrainConfig | SftConfig) -> Tokenizer:
+def tokenizer_of(config: AnyConfig) -> Tokenizer:
     """Open the tokenizer of a run; what ends a response of its model counts too. ValueError as `load_tokenizer`."""
-    return load_tokenizer(config.data.tokenizer or config.policy.model, config.policy.model, config.data.template_args)
+    model = model_of_tokenizer(config)
+    return load_tokenizer(config.data.tokenizer or model, model, config.data.template_args)
 
 
-def _tokenizer(config: TrainConfig | SftConfig, policy: ModelArch) -> Tokenizer:
+def checked_tokenizer(config: AnyConfig, policy: ModelArch) -> Tokenizer:
+    """Open the tokenizer of a run. ConfigError if it has ids that the model lacks; otherwise as `tokenizer_of`."""
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > policy.vocab_size:  # the reverse is common: models pad their vocabulary
         fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"

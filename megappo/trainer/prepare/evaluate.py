@@ -12,7 +12,7 @@ from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
 from megappo.config.rank_ranges import ALL
-from megappo.config.role_sections import CriticConfig, OptimizerConfig, ReferenceConfig, RoleConfig
+from megappo.config.role_sections import CriticConfig, OptimizerConfig, ReferenceConfig, RoleConfig, TeacherConfig
 from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, NoKLConfig, RolloutConfig, TrainConfig
 from megappo.models.hf_config import arch_for
@@ -59,8 +59,8 @@ def find_evaluation(config: TrainConfig, checkpoint: str, only: Sequence[str]) -
 
 
 def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequence[str]) -> TrainConfig:
-    """Return the configuration with the policy of `source` and these sets (`only`; empty: all), without critic, reference and
-    updates. ConfigError if a set does not exist, or there is none."""
+    """Return the configuration with the policy of `source` and these sets (`only`; empty: all), without critic, reference,
+    teacher and updates. ConfigError if a set does not exist, or there is none."""
     if not evaluation_sets(config):
         raise ConfigError("nothing to evaluate: the configuration has neither data.eval nor a set in evaluations")
     for name in only:
@@ -71,7 +71,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
             raise ConfigError(problem("--only", name, f"is no set of evaluations; {there}"))
     sets = {name: one for name, one in config.evaluations.items() if not only or name in only}
     data = config.data.model_copy(update={"eval": None, "eval_prompts": None}) if only else config.data
-    unused = {"offload": (), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0}
+    unused = {"offload": (), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0, "router_bias_rate": 0.0}
     policy = config.policy.model_copy(update={**unused, **({"model": source.model} if source.model else {})})
     samples = step_arithmetic(config).samples
     # Every set is due, and all ranks sample: the run's placement shares ranks with a training that is not here.
@@ -81,6 +81,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
             "critic": CriticConfig(dtype=policy.dtype),
             "critics": {},
             "reference": ReferenceConfig(),
+            "teacher": TeacherConfig(),
             "reward_model": _everywhere(config.reward_model),
             "rollout": _everywhere(config.rollout),
             "data": data,

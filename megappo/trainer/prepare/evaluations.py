@@ -12,6 +12,7 @@ from megappo.config.evaluations import best_metric, config_of_set, evaluation_se
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.cache import Cache
+from megappo.data.images import PromptImages
 from megappo.data.prompt_rows import load_prompts
 from megappo.data.prompts import PromptSet
 from megappo.data.tokenizers import Tokenizer
@@ -37,9 +38,11 @@ class EvaluationSet:
     votes: str | None = None
 
 
-def load_evaluations(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> tuple[EvaluationSet, ...]:
+def load_evaluations(
+    config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None = None
+) -> tuple[EvaluationSet, ...]:
     """Load every set that `config` evaluates on. ConfigError or ValueError, one line with the set's name, as for training data."""
-    sets = tuple(_load(name, one, config, tokenizer, cache) for name, one in evaluation_sets(config).items())
+    sets = tuple(_load(name, one, config, tokenizer, cache, images) for name, one in evaluation_sets(config).items())
     for one in sets:
         maj = metric_name(one.name, majority_at(one.settings.n))
         if one.votes is None and one.settings.n > 1 and best_metric(config) == maj:
@@ -48,10 +51,12 @@ def load_evaluations(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) ->
     return sets
 
 
-def _load(name: str, one: EvaluationConfig, config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> EvaluationSet:
+def _load(
+    name: str, one: EvaluationConfig, config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None
+) -> EvaluationSet:
     view = config_of_set(config, one)
     prefix = f"evaluations.{name}: " if name else ""
-    prompts = _naming(prefix, lambda: load_prompts(view.data, one.data, tokenizer, cache, one.prompts))
+    prompts = _naming(prefix, lambda: load_prompts(view.data, one.data, tokenizer, cache, one.prompts, images))
     votes = _voting_rule(view.reward) if one.n > 1 else None
     if one.reward is None:
         return EvaluationSet(name, one, prompts, votes=votes)

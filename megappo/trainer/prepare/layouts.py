@@ -4,6 +4,8 @@ weight files, never weights. Rules for any model: `config/layout_checks.py`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import gcd
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, about, problem
@@ -17,7 +19,8 @@ from megappo.config.role_sections import (
     key_of_role,
     section_of,
 )
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.models import weight_check
 from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.families.registry import FAMILIES
@@ -44,6 +47,11 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
     except ValueError as error:
         yield problem(f"{section}.cp", parallel.cp, str(error))
     yield from _expert_problems(section, parallel, arch)
+
+
+def copies_fit(section: RoleConfig, arch: ModelArch) -> bool:
+    """True if the role's engine runs a model with these KV heads with its tp: fsdp2 cuts them and copies none."""
+    return section.engine == "megatron" or arch.num_kv_heads % section.parallel.tp == 0
 
 
 def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
@@ -78,16 +86,21 @@ def _or(number: int, wanted: int) -> str:
     return " or ".join(map(str, nearest_divisors(number, wanted)))
 
 
-def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
+def model_paths(config: AnyConfig) -> dict[str, tuple[str, str]]:
     """Return role -> (key that names its checkpoint, path), for the roles that are built."""
     paths: dict[str, tuple[str, str]] = {}
     for role in roles_in_use(config):
-        own = section_of(config, role).model
-        paths[role] = (f"{key_of_role(role)}.model", own) if own is not None else ("policy.model", config.policy.model)
+        of = role if section_of(config, role).model is not None else config.learner
+        paths[role] = f"{key_of_role(of)}.model", section_of(config, of).model
     return paths
 
 
-def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
+def model_of_tokenizer(config: AnyConfig) -> str:
+    """Return the model whose tokenizer a run has by default: the policy's, or that of the role that learns."""
+    return section_of(config, config.learner).model
+
+
+def read_archs(config: AnyConfig) -> dict[str, ModelArch]:
     """Return role -> architecture of its checkpoint. ConfigError, with the key, for one that is missing or unsupported."""
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
@@ -99,7 +112,7 @@ def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
     return archs
 
 
-def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch]) -> tuple[str, ...]:
+def check_weights(config: AnyConfig, archs: Mapping[str, ModelArch]) -> tuple[str, ...]:
     """Compare what every role reads with the headers of its weight files; return notes on tensors that are left out. ConfigError,
     with the key, for files that cannot be read and for tensors that are missing or of another shape. Imports no torch."""
     notes = []
@@ -108,7 +121,8 @@ def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
         with about(key, path):
             if isinstance(section, RewardModelConfig):
                 check_head(path, archs[role].hidden_size)
-            left_out = weight_check.check_headers(path, archs[role], value_head_of(section))
+            with _own_head(role):
+                left_out = weight_check.check_headers(path, archs[role], value_head_of(section))
         if left_out.others:
             shown = ", ".join(left_out.others[:_SHOWN]) + (", ..." if len(left_out.others) > _SHOWN else "")
             what = f"{len(left_out.others)} of its tensors are left out, as a {archs[role].family} model has none of that name"
@@ -121,15 +135,24 @@ def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
     return tuple(dict.fromkeys(notes))  # roles share models
 
 
-def check_values(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch]) -> None:
+def check_values(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
     """ConfigError, with the key, for values that the import refuses (`weight_check.check_values`)."""
     for role, (key, path) in model_paths(config).items():
-        with about(key, path):
+        with about(key, path), _own_head(role):
             weight_check.check_values(path, archs[role], value_head_of(section_of(config, role)))
 
 
+@contextmanager
+def _own_head(role: str) -> Iterator[None]:
+    """Name the role's key in an error about a value head, whose fix is the critic's."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("critic.value_head", f"{key_of_role(role)}.value_head")) from error
+
+
 def check_layouts(
-    config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
+    config: AnyConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
 ) -> dict[str, ParallelLayout]:
     """Check every role's layout against its model and return role -> layout over its own ranks. ConfigError, one line with key,
     value and fix. The sizes and ranks fit the world (`layout_checks.world_problems`). implementation: of the run's layers; `local`
@@ -148,8 +171,11 @@ def check_layouts(
             _check_rollout(config, archs["policy"])
         _check_lengths(config, of_tokens)
         _check_vocabularies(of_tokens)
-    elif config.data.max_tokens > archs["policy"].max_positions:
-        _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
+        return layouts
+    for role, arch in archs.items():
+        if config.data.max_tokens > arch.max_positions:
+            _too_long("data.max_tokens", config.data.max_tokens, role, arch)
+    _check_vocabularies(archs)
     return layouts  # no rule for vocabularies and tp: they are padded to a multiple of tp
 
 
@@ -158,6 +184,11 @@ def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: Parallel
     if section.engine == "fsdp2" and arch.own and section.parallel.tp > 1:
         megatron = f", or {key}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
+        raise ConfigError(problem(f"{key}.parallel.tp", section.parallel.tp, fix))
+    if not copies_fit(section, arch):
+        does_not = f"does not divide the {arch.num_kv_heads} KV heads of this {arch.family} model, which fsdp2 does not copy"
+        largest = gcd(arch.num_kv_heads, arch.ffn_size)
+        fix = f"{does_not}; the largest tp that works is {largest}, or set {key}.engine to megatron"
         raise ConfigError(problem(f"{key}.parallel.tp", section.parallel.tp, fix))
     if section.compile and arch.moe is not None:
         fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
@@ -171,20 +202,38 @@ def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: Parallel
     if layers == "transformer_engine" and section.in_8_bits:
         fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
         raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
+    if arch.vision is not None:
+        _check_tower(key, section, arch, layout)
     if isinstance(section, TrainableConfig):
         _check_training(key, section, arch, layout)
+
+
+def _check_tower(key: str, section: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    assert arch.vision is not None
+    first = layout.chunk_layers(arch.num_layers, 0, 0)
+    if len(first) < arch.vision.deepstack:
+        chunk = f"the first stage has {len(first)} layers" if layout.vpp == 1 else f"the first chunk has {len(first)} layers"
+        fix = f"{chunk}, and features of images enter the first {arch.vision.deepstack}; lower pp or vpp, or set layers_per_stage"
+        raise ConfigError(problem(f"{key}.parallel.pp", layout.pp, fix))
+    if isinstance(section, TrainableConfig) and section.lora is not None:
+        fix = f"adapters of {arch.architecture}, whose tower is not adapted, are not there yet; train in full, or freeze: [visual]"
+        raise ConfigError(problem(f"{key}.lora", section.lora.model_dump(exclude_defaults=True), fix))
 
 
 def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout: ParallelLayout) -> None:
     if section.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
         raise ConfigError(problem(f"{key}.router_aux_coef", section.router_aux_coef, fix))
+    if section.router_bias_rate > 0 and (section.lora is not None or arch.moe is None or not arch.moe.sigmoid):
+        of = "adapters leave the corrections of a model" if section.lora else f"this {arch.family} model has no corrections"
+        raise ConfigError(problem(f"{key}.router_bias_rate", section.router_bias_rate, f"has no effect: {of}; remove it"))
     if section.lora is not None:
         from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
 
-        if section.in_8_bits and (arch.own or arch.moe is not None):
-            fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
+        if section.in_8_bits and (arch.own or arch.moe is not None or arch.delta is not None):
+            which = "has delta nets" if arch.delta is not None and arch.moe is None else "is none"
+            fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model {which}; remove it"
             raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
         with about(f"{key}.lora.targets", section.lora.targets):
             modules = adapted_modules(tensors_to_adapt(arch), section.lora.targets)
@@ -201,9 +250,19 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
-    if config.rollout.adapter == "separate" and arch.own and arch.family not in FAMILIES:
+    if config.rollout.adapter == "separate" and (arch.keeps_scores or arch.family not in FAMILIES):
         fix = f"vLLM's names of the layers of this {arch.family} model are not known; set it to merged"
         raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
+    if config.rollout.adapter == "separate" and (arch.latent is not None or arch.delta is not None):
+        of = "latent attention" if arch.delta is None else "delta nets"
+        fix = f"vLLM fuses the projections of this {arch.family} model's {of}, or absorbs them; set it to merged"
+        raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
+    if config.rollout.adapter == "separate" and (lora := config.policy.lora) is not None and arch.moe is not None:
+        from megappo.models.lora import adapted_modules, expert_of, tensors_to_adapt  # imports torch
+
+        if any(map(expert_of, adapted_modules(tensors_to_adapt(arch), lora.targets))):
+            fix = "no push fills vLLM's LoRA layers of experts; set it to merged, or leave experts out of policy.lora.targets"
+            raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
     for what, size in cut_sizes(arch):
         if size % tp:
             raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {_or(size, tp)}"))

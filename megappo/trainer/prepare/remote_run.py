@@ -15,7 +15,7 @@ from megappo.checkpoint.manifest import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.remote import fetch_files, fetch_manifest, list_copies, url_of_run
 from megappo.config.errors import ConfigError, problem
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, holds_run, run_dir_of
-from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 from megappo.runtime.lease import Lease
 from megappo.telemetry.tables import GIB
 
@@ -29,7 +29,7 @@ class Copies:
     steps: tuple[int, ...]
 
 
-def find_copies(config: TrainConfig, *, resume: bool) -> Copies | None:
+def find_copies(config: AnyConfig, *, resume: bool) -> Copies | None:
     """Find the copies to resume from; None if the run is here, has no `checkpoint.remote`, or is no resume. ConfigError without a
     copy."""
     remote, run_dir = config.checkpoint.remote, run_dir_of(config.run)

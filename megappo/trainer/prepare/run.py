@@ -14,19 +14,19 @@ from megappo.config.layout_checks import placement_problems, reads_trajectories,
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.data.prompt_rows import open_cache
 from megappo.data.prompts import PromptSet
 from megappo.models.arch import ModelArch
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import RunData, load_run_data, load_train_prompts
 from megappo.trainer.prepare.recorded import RecordedData, load_recorded_data
+from megappo.trainer.prepare.supervised import SupervisedData, load_supervised_data
 
 
-def fit_if_asked(
-    config: TrainConfig, world_size: int, *, shapes_only: bool
-) -> tuple[TrainConfig, PromptSet | None, tuple[str, ...]]:
+def fit_if_asked(config: AnyConfig, world_size: int, *, shapes_only: bool) -> tuple[AnyConfig, PromptSet | None, tuple[str, ...]]:
     """Return (configuration to run, training prompts if they were read, notes); unchanged without `data.fit_batch`."""
-    if not config.data.fit_batch:
+    if isinstance(config, SupervisedConfig) or not config.data.fit_batch:
         return config, None, ()
     cache = open_cache(config.run)
     train = None if shapes_only or reads_trajectories(config) else load_train_prompts(config, cache)
@@ -86,18 +86,22 @@ def _replicas(config: TrainConfig, world_size: int) -> int:
     return lcm(*dps)
 
 
+AnyData = RunData | RecordedData | SupervisedData
+"""Data of a run of any kind."""
+
+
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that can start, if it fits its memory."""
 
-    config: TrainConfig
+    config: AnyConfig
     """The configuration that runs, with fitted batches (`data.fit_batch`)."""
-    data: RunData | RecordedData
-    """Recorded trajectories if the run reads them."""
+    data: AnyData
+    """Recorded trajectories or examples if the run reads them."""
     notes: tuple[str, ...]
 
 
-def prepare_run(config: TrainConfig, world_size: int, device: Device, *, resume: bool = False) -> PreparedRun:
+def prepare_run(config: AnyConfig, world_size: int, device: Device, *, resume: bool = False) -> PreparedRun:
     """Check a run and load its data, but leave its memory to `megappo plan`. ValueError, one line, for the first mistake."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=False)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=False)
@@ -105,8 +109,11 @@ def prepare_run(config: TrainConfig, world_size: int, device: Device, *, resume:
     return PreparedRun(config, data, (*fitted, *checked.notes, *data.notes))
 
 
-def load_data(config: TrainConfig, archs: Mapping[str, ModelArch], train: PromptSet | None) -> RunData | RecordedData:
-    """Load the recorded trajectories of a run that reads them, else tokenizer and prompts. train: as in `load_run_data`."""
+def load_data(config: AnyConfig, archs: Mapping[str, ModelArch], train: PromptSet | None) -> AnyData:
+    """Load the examples or recorded trajectories of a run that reads them, else tokenizer and prompts. train: as in
+    `load_run_data`."""
+    if isinstance(config, SupervisedConfig):
+        return load_supervised_data(config, archs)
     if reads_trajectories(config):
         return load_recorded_data(config, archs)
     return load_run_data(config, archs["policy"], train)

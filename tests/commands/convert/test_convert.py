@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megappo.commands.cli import main
-from megappo.commands.convert.conversion import convert
+from megappo.commands.convert.conversion import class_of, convert
 from megappo.commands.convert.report import configuration, report, unknown
 from megappo.commands.convert.sources import READ, Source, Unread, read_source
 from megappo.config.checks import problems
@@ -17,7 +17,6 @@ from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
 from megappo.config.keys import value_at
 from megappo.config.loading import explicit_keys, load_config, validated
-from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -352,12 +351,12 @@ def test_what_has_no_equivalent_says_why(foreign, says):
     assert f"# {row.key} = " in configuration(conversion), "and the configuration says it too"
 
 
-@pytest.mark.parametrize("trainer", READ, ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("trainer", READ, ids=lambda trainer: f"{trainer.name} {trainer.kind}".strip())
 def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer):
     for value in ("abc", [1], {"a": 1}, 0, 1e30, Unread("$X")):
         conversion = converted(dict.fromkeys(trainer.rules, value), trainer)
         data, _ = parse_yaml(configuration(conversion), "configuration")
-        validated(data, TrainConfig)
+        validated(data, class_of(trainer))
         assert report(conversion).count("\n") > len(trainer.rules), value
 
 

@@ -1,26 +1,29 @@
 """Every key of every table leads to keys of megappo that exist, with values that they take; and every arithmetic is used."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megappo.commands.convert.arithmetic import BY, CHOOSE, LATE
-from megappo.commands.convert.conversion import rule_of
+from megappo.commands.convert.conversion import class_of, rule_of
 from megappo.commands.convert.sources import READ
+from megappo.config.foreign.before_ppo import BEFORE_PPO
 from megappo.config.foreign.rule import Outcome, Rule, take
 from megappo.config.foreign.tables import TRAINERS
 from megappo.config.keys import hint, value_keys
 from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig
 
 FIELDS = dict(value_keys(TrainConfig))
-RULES = [(trainer, key, rule) for trainer in TRAINERS for key, rule in trainer.rules.items()]
-BY_TRAINER = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+ALL = (*TRAINERS, *BEFORE_PPO)
+RULES = [(trainer, key, rule) for trainer in ALL for key, rule in trainer.rules.items()]
+BY_TRAINER = pytest.mark.parametrize("trainer", ALL, ids=lambda trainer: f"{trainer.name} {trainer.kind}".strip())
 
 
-def refused(key: str, value: object) -> bool:
+def refused(field: Any, value: object) -> bool:
     """True if a key of ours does not take a value."""
-    field = FIELDS[key]
     try:
         TypeAdapter(field.annotation).validate_python(value, strict=True)
     except ValidationError:
@@ -28,23 +31,24 @@ def refused(key: str, value: object) -> bool:
     return False
 
 
-def faults(rule: Rule) -> list[str]:
+def faults(rule: Rule, cls: type[AnyConfig] = TrainConfig) -> list[str]:
     """Contradictions of one rule with the schema and with the arithmetic."""
-    found = [f"no key {key}" for key in rule.keys if key not in FIELDS]
+    fields = dict(value_keys(cls))
+    found = [f"no key {key}" for key in rule.keys if key not in fields]
     found += [f"no arithmetic {rule.by}" for _ in [0] if rule.by and rule.by not in BY]
     if rule.outcome is Outcome.TAKEN and not rule.keys:
         found.append("sets nothing")
     if rule.outcome is not Outcome.TAKEN and not rule.note:
         found.append("gives no reason")
     if not found and rule.values is not None:
-        found += [f"{key} refuses {value}" for key in rule.keys for value in rule.values.values() if refused(key, value)]
+        found += [f"{key} refuses {value}" for key in rule.keys for value in rule.values.values() if refused(fields[key], value)]
     return found
 
 
 @BY_TRAINER
 def test_every_key_leads_to_keys_that_exist(trainer):
     assert trainer.rules
-    assert {key: found for key, rule in trainer.rules.items() if (found := faults(rule))} == {}
+    assert {key: found for key, rule in trainer.rules.items() if (found := faults(rule, class_of(trainer)))} == {}
 
 
 def test_a_renamed_key_is_noticed():
@@ -60,7 +64,7 @@ def test_defaults_sections_and_choices_have_their_rules(trainer):
     assert [key for key in trainer.defaults if rule_of(key, trainer) is None] == []
     assert [key for key in trainer.defaults if trainer.rules[key].outcome is not Outcome.TAKEN] == []
     assert [section for section in trainer.sections if section not in trainer.rules] == []
-    assert set(trainer.chosen) <= set(FIELDS) and set(trainer.chosen.values()) <= set(CHOOSE)
+    assert set(trainer.chosen) <= set(dict(value_keys(class_of(trainer)))) and set(trainer.chosen.values()) <= set(CHOOSE)
 
 
 def test_every_arithmetic_is_of_a_rule():

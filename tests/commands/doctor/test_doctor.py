@@ -19,7 +19,7 @@ from megappo.runtime.versions import EXTRAS, REQUIRED, range_of
 def test_every_package_has_its_range_from_the_one_table():
     for requirement in REQUIREMENTS:
         assert requirement.versions == range_of(requirement.name), requirement.name
-    assert range_of("megatron-core") == REQUIRED["megatron-core"] == ">=0.16.1,<0.17"
+    assert range_of("megatron-core") == REQUIRED["megatron-core"] == ">=0.16.1,<0.20"
     assert range_of("transformer-engine") == EXTRAS["gpu"]["transformer-engine[pytorch]"] == ">=2.11,<2.21"
     with pytest.raises(KeyError):
         range_of("tensorflow")
@@ -57,7 +57,7 @@ def fake(versions):
         ({"vllm": None}, "missing", False),
         ({"vllm": "0.99"}, "out of range", False),
         ({"megatron-core": "0.12.0"}, "out of range", False),
-        ({"megatron-core": "0.19.2"}, "out of range", False),
+        ({"megatron-core": "0.20.0"}, "out of range", False),
         ({"torch": "2.5.1+cu124"}, "out of range", False),
         ({"torch": "2.15.0"}, "out of range", False),
         ({"transformer-engine": "2.21.0"}, "out of range", True),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megappo.commands.launch.node import SHUTDOWN_S
 from megappo.runtime.ending import Ended, record_end
-from megappo.runtime.failure import ATTEMPT_DIR, record_exceptions
+from megappo.runtime.failure import ATTEMPT_DIR, KILL_GRACE_S, SPARE_RANKS, record_exceptions
 from megappo.runtime.world import join_srun
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,6 +57,19 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.5)
         raise ConnectionError("a victim: connection closed by peer")
+    if os.environ["STUB"] == "a spare rank is killed":
+        folder = Path(os.environ[ATTEMPT_DIR])
+        if rank == 0:
+            (folder / SPARE_RANKS).write_text("2 3")
+        while rank == 2 and not (folder / SPARE_RANKS).exists():
+            time.sleep(0.1)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (folder / "rank-2.lost").exists():
+            time.sleep(0.1)
+        time.sleep(KILL_GRACE_S + 2)  # longer than after a failure
+        if rank == 0:
+            (folder / SPARE_RANKS).unlink()
     if os.environ["STUB"] == "all are asked to stop":
         if rank == 0:
             while sum(log.stat().st_size > 0 for log in Path(os.environ[ATTEMPT_DIR]).glob("rank-*.log")) < 4:

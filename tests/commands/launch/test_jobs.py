@@ -21,6 +21,7 @@ NUM_RANKS = 4
 LONGEST_S = 180  # of a job that takes seconds, while other tests use all cores
 PROGRESS = "rank 1 fails after a checkpoint"
 STOP = "all are asked to stop"
+SPARE = "a spare rank is killed"
 SETUP = ("true", "export SITE='a b'")
 REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
 # Stand-ins for what no test can install: each notes its options, and starts what it was asked to start where it is.
@@ -103,7 +104,7 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
     """All at once, on the same two nodes."""
     folder = tmp_path_factory.mktemp("jobs")
     cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
-    cases = [("srun", PROGRESS), ("torchrun", STOP), *cases]
+    cases = [("srun", PROGRESS), ("torchrun", STOP), ("srun", SPARE), ("torchrun", SPARE), *cases]
     how = {
         # As at sites where the environment of the submission stays behind: srun would keep back that of the script as well.
         ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",), "setup": SETUP},
@@ -134,6 +135,16 @@ def test_ranks_that_are_asked_to_stop_by_sigterm_finish_their_step_under_torchru
     cluster.wait_for("the requeue", lambda: job.log.exists() and "requeue" in job.log.read_text(), LONGEST_S, job.log)
     assert wanted in job.log.read_text()
     cluster.command("scancel", job.id)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_job_goes_on_without_a_spare_rank_that_is_killed(cluster, jobs, launcher) -> None:
+    """It starts again as often as the job may. Negative control: without the list of spare ranks the job below fails at once."""
+    job = jobs[launcher, SPARE]
+    assert any(line.startswith("megappo: finished") for line in end_of(cluster, job))
+    assert (job.folder / "attempt-0" / "rank-2.lost").read_text().split()[0] == "137"
+    assert len((job.folder / "attempt-0" / "rank-2.log").read_text().splitlines()) == 2
+    assert not list((job.folder / "attempt-0").glob("rank-*.exit"))
 
 
 def test_every_step_of_a_job_runs_in_the_image_of_pyxis(cluster, jobs) -> None:
@@ -190,7 +201,7 @@ def test_jobs_on_the_same_host_have_ports_of_their_own(cluster, jobs) -> None:
         if launcher == "srun" and stub != PROGRESS:
             end_of(cluster, job)
             ports.append(job.ranks()[0]["MASTER_PORT"])
-    assert len(ports) == len(set(ports)) == 2
+    assert len(ports) == len(set(ports)) == 3
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -25,7 +25,7 @@ from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
 from megappo.runtime import ending
 from megappo.runtime.ending import read_end
-from megappo.runtime.failure import ATTEMPT_DIR, first_failure
+from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, first_failure
 from tests.listening import listeners
 
 ROOT = Path(__file__).parents[3]
@@ -45,12 +45,14 @@ class World:
     folder: Path
     begun: Path
 
-    def run(self, *, stoppable: bool = True, when_begun: Callable[[], object] = lambda: None) -> tuple[WorldEnd, float]:
+    def run(
+        self, *, stoppable: bool = True, when_begun: Callable[[], object] = lambda: None, rejoins: int = 0
+    ) -> tuple[WorldEnd, float]:
         events = threading.Thread(target=lambda: (self.wait_for_ranks(), when_begun()), daemon=True)
         with Requests(stoppable=stoppable) as requests:
             events.start()
             since = time.monotonic()
-            end = run_world(NewProcesses(RANK), 2, [], requests, self.folder)
+            end = run_world(NewProcesses(RANK), 2, [], requests, self.folder, rejoins=rejoins)
             seconds = time.monotonic() - since
             events.join(10)
         assert not any(psutil.pid_exists(int(file.read_text())) for file in self.begun.iterdir()), "a rank outlived its world"
@@ -101,6 +103,25 @@ def signals(*numbers: signal.Signals, pause_s: float = 0.0) -> Callable[[], None
     return send
 
 
+@pytest.mark.parametrize("word", ["kill", "raise"])
+def test_a_spare_rank_may_be_killed_and_may_not_fail(world, word) -> None:
+    here = world(f"goes-on {word}")
+    (here.folder / SPARE_RANKS).write_text("1 2")
+    end, _ = here.run()
+    assert (end.code, end.failure is None) == ((0, True) if word == "kill" else (1, False))
+
+
+@pytest.mark.parametrize("words, starts", [("waits again-joins", 1), ("waits again-fails", 2), ("goes-on again-sleep", 1)])
+def test_a_spare_rank_that_is_killed_starts_again_and_ends_nothing_before_it_takes_part(world, capfd, words, starts) -> None:
+    here = world(words)
+    (here.folder / SPARE_RANKS).write_text("1\n2")
+    end, seconds = here.run(rejoins=starts)
+    assert (end.code, end.failure) == (0, None) and seconds < 30, "a rank that sleeps takes no part, and is not waited for"
+    said = [f"megappo: rank 1 will take part again: start {start} of {starts}" for start in range(1, starts + 1)]
+    assert [line for line in capfd.readouterr().err.splitlines() if "again" in line] == said
+    assert (here.folder / "rank-1.lost").exists() == ("joins" not in words), "training rank 0 removes what it knows"
+
+
 @pytest.mark.parametrize(
     "words, code, described",
     [
@@ -117,6 +138,9 @@ def test_the_first_failure_ends_the_world_and_names_the_code(world, words: str, 
     assert seconds < 30, "the others sleep for a minute"
 
 
+COMMAND = ["config", "--recipe", "grpo"]  # imports `platform`, as all do, and no torch
+
+
 @pytest.mark.parametrize("starter", [NewProcesses, lambda module: ForkedProcesses(module, ["random"]), None])
 def test_a_file_of_the_user_named_as_a_module_is_not_imported(tmp_path: Path, monkeypatch, starter) -> None:
     """By ranks, by the process that they are forked from, and by `python -m megappo`, as under a user's own torchrun (None)."""
@@ -124,12 +148,12 @@ def test_a_file_of_the_user_named_as_a_module_is_not_imported(tmp_path: Path, mo
         (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/executed', 'w').close()\nraise SystemExit('imported {name}')\n")
     monkeypatch.chdir(tmp_path)
     if starter is None:
-        done = subprocess.run([sys.executable, "-m", "megappo", "doctor"], capture_output=True, text=True)
-        assert "Python" in done.stdout, done.stderr
+        done = subprocess.run([sys.executable, "-m", "megappo", *COMMAND], capture_output=True, text=True)
+        assert "algorithm:" in done.stdout, done.stderr
     else:
         ranks = starter("megappo")
         assert not isinstance(ranks, ForkedProcesses) or ranks.unfit() is None
-        rank = ranks.start({"RANK": "0"}, ["doctor"])
+        rank = ranks.start({"RANK": "0"}, COMMAND)
         while rank.poll() is None:
             time.sleep(0.05)
         if isinstance(ranks, ForkedProcesses):

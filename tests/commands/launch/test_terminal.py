@@ -5,12 +5,8 @@ vLLM's ranks share memory, for which Python starts its resource tracker, and tha
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import subprocess
-import sys
-import termios
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +18,7 @@ import yaml
 from megappo.commands.runs.report import checkpoints_of, verify_checkpoint
 from megappo.runtime.ending import Ended, read_end
 from tests.commands.launch import fault_injection
+from tests.forked_commands import start_command
 from tests.trainer.small_run import small_config, write_small_task
 
 pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
@@ -59,7 +56,7 @@ STOPS = {
 
 @dataclass(frozen=True)
 class Stopped:
-    code: int
+    code: int | None
     said: str
     end: Ended | None
     asked: bool
@@ -70,38 +67,26 @@ def run_at_terminal(folder: Path, name: str, stop: Stop) -> Stopped:
     done = folder / f"{name}.done"
     done.mkdir()
     ours, theirs = os.openpty()
-
-    def take_terminal() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it, and so would all that they start
-        os.setsid()
-        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megappo", *stop.command, str(folder / "run.yaml")],
-        env=os.environ | fault_injection.environment(f"asked=0:{stop.where}:pause", done),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=take_terminal,
-    )
-    os.close(theirs)
+    environment = os.environ | fault_injection.environment(f"asked=0:{stop.where}:pause", done)
+    terminal = os.ttyname(theirs)
+    process = start_command(*stop.command, folder / "run.yaml", output=terminal, errors=terminal, environment=environment)
     said: list[bytes] = []
     reader = threading.Thread(target=read_all, args=(ours, said))
     reader.start()
     until = time.monotonic() + LONGEST_S
-    while process.poll() is None and not (done / "asked").exists() and time.monotonic() < until:
+    while process.is_alive() and not (done / "asked").exists() and time.monotonic() < until:
         time.sleep(0.02)
-    asked = process.poll() is None
+    asked = process.is_alive()
     if asked and stop.key is not None:
         os.write(ours, stop.key)
-    elif asked:
+    elif asked and process.pid is not None:
         os.killpg(process.pid, signal.SIGTERM)
-    try:
-        code = process.wait(LONGEST_S)
-    finally:
-        process.kill()
-        reader.join()
-        os.close(ours)
+    process.join(LONGEST_S)
+    code = process.exitcode
+    process.kill()
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
     return Stopped(code, b"".join(said).decode(), read_end(folder / "runs" / "run"), asked)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,11 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo.commands.launch.fork_server import reason_not_to_fork
+from megappo.commands.launch.fork_server import reason_not_to_fork, serve
 from megappo.commands.launch.restart import read_starts
 from megappo.commands.runs.report import checkpoints_of, verify_checkpoint
 from megappo.runtime.ending import read_end
 from tests.commands.launch import fault_injection
+from tests.forked_commands import start_command
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.trainer.test_resume import metrics
 from tests.worlds import spawn_world
@@ -45,28 +49,36 @@ class Trained:
         return self.folder / "runs" / self.name
 
 
-def train(folder: Path, name: str, faults: str, *options: str, **overrides: object) -> Trained:
+def train(folder: Path, name: str, faults: str, *options: str, anew: object = False, **overrides: object) -> Trained:
     """Run `megappo train` in a session of its own, whose standard output is closed after the first line of a rank: the launcher has
-    printed its plan by then."""
+    printed its plan by then. anew: by a new interpreter and its own server of ranks; else launcher and ranks are forks of the
+    tests' server (`forked_commands.py`)."""
     config = small_config(folder, name, steps=STEPS, **{"checkpoint.save_every": 2, "rollout.engine": "megatron", **overrides})
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    done = folder / f"{name}.faults"
+    done, errors, console = (folder / f"{name}.{ending}" for ending in ("faults", "err", "console"))
     done.mkdir()
-    with (folder / f"{name}.err").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megappo", "train", str(folder / f"{name}.yaml"), *options],
-            env=os.environ | fault_injection.environment(faults, done) | {"MEGAPPO_CACHE": str(folder / f"{name}.cache")},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,  # a fault may signal the whole group
-        )
-        assert process.stdout is not None
-        if not any(line.startswith(b"layers:") for line in process.stdout):
-            pytest.fail(f"no rank printed: {(folder / f'{name}.err').read_text()}")
-        process.stdout.close()
-        code = process.wait(LONGEST_S)
+    os.mkfifo(console)
+    words = ["train", str(folder / f"{name}.yaml"), *options]
+    environment = os.environ | fault_injection.environment(faults, done) | {"MEGAPPO_CACHE": str(folder / f"{name}.cache")}
+    with contextlib.ExitStack() as stack:
+        if anew:
+            # The shell opens the pipe, which waits for the reader below. A fault may signal the whole session.
+            command = ["sh", "-c", 'exec "$@" >"$0"', str(console), sys.executable, "-m", "megappo", *words]
+            stderr = stack.enter_context(errors.open("w"))
+            started = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+        else:
+            forked = start_command(*words, output=console, errors=errors, environment=environment)
+        with console.open("rb") as printed:
+            if not any(line.startswith(b"layers:") for line in printed):
+                pytest.fail(f"no rank printed: {errors.read_text()}")
+        if anew:
+            code: int | None = started.wait(LONGEST_S)
+        else:
+            forked.join(LONGEST_S)
+            code = forked.exitcode
+    assert code is not None, f"it has not ended: {errors.read_text()}"
     happened = {file.name: float(file.read_text()) for file in done.iterdir()}
-    return Trained(folder, name, code, (folder / f"{name}.err").read_text(), happened)
+    return Trained(folder, name, code, errors.read_text(), happened)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +225,7 @@ def test_a_request_to_stop_of_the_whole_process_group_saves_also_with_helpers(fo
     """The worker of math_verify is in the group too, and the step in which the signal comes needs it."""
     faults = "stop=0:megappo.trainer.rollout_side:score_responses:2:term"
     reward: Mapping[str, object] = {"reward.parts": [{"name": "math_verify"}], "checkpoint.save_every": 0}
-    stopped = train(folder, "stopped", faults, "--max-restarts", "1", **ONE_RANK, **reward)
+    stopped = train(folder, "stopped", faults, "--max-restarts", "1", anew=True, **ONE_RANK, **reward)
     assert stopped.code == 75, stopped.said
     end = read_end(stopped.run)
     assert end is not None and (end.outcome, end.step) == ("stopped", 2)
@@ -234,6 +246,19 @@ def test_what_ranks_are_forked_from_is_looked_at(monkeypatch) -> None:
     finally:
         wait.set()
         thread.join()
+
+
+def test_the_server_of_ranks_ends_quietly_though_its_launcher_left_words_unread() -> None:
+    """Its traceback once followed the last words of a run that was stopped."""
+    launchers, servers = multiprocessing.Pipe()
+    servers.send((1, 0))
+    launchers.close()
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        assert serve(servers) is None
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, handler)
 
 
 @pytest.fixture(scope="module")

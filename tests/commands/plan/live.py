@@ -283,8 +283,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     import torch.distributed as dist
 
     from benchmarks.harness.alive import alive_peak
-    from megappo.commands.plan.estimate import memory_of_stage
-    from megappo.commands.plan.memory import count_parameters
+    from megappo.commands.plan.estimate import memory_of_stages
     from megappo.config.schema import TrainConfig
     from megappo.engine.build import RoleEngines
     from megappo.engine.factory import EngineSpec
@@ -306,7 +305,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     )
     arch, settings, critic = read_arch(path), section_of(config, role), role == "critic"
     layout = layout_of(settings.parallel, dist.get_world_size())
-    planned = memory_of_stage(config, role, arch, layout, 0, "cpu", count_parameters)
+    planned = memory_of_stages(config, role, arch, layout, [0], "cpu")[0]
     engines = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
     head = {"value_head": "zero"} if critic else {}
     spec = EngineSpec(role, path, arch, settings, total_updates=10, random_weights=True, **head)  # type: ignore[arg-type]

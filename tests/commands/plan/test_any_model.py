@@ -20,7 +20,7 @@ from tests.config.examples import train_config
 from tests.models.any_families import write_any_checkpoint
 
 ROLES = ("policy", "critic", "reference")
-KINDS = ("gemma3_text", "gpt_oss", "deepseek_v3")
+KINDS = ("olmo2", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_plan_counts_the_shards_of_transformers_own_parameters(folder, tmp_p
 
 def test_the_plan_says_that_layers_are_compiled(folder, tmp_path) -> None:
     roles = [f"{role}.engine=fsdp2" for role in ROLES]
-    planned = plan_run(config_for(tmp_path, folder / "gemma3_text", *roles, "critic.compile=true"), 1, "cpu", shapes_only=True)
+    planned = plan_run(config_for(tmp_path, folder / "olmo2", *roles, "critic.compile=true"), 1, "cpu", shapes_only=True)
     assert report(planned.plan).count("layers are compiled") == 1 and "critic: layers are compiled" in report(planned.plan)
 
 
@@ -67,20 +67,20 @@ def test_the_plan_moves_inputs_of_recomputed_layers_to_the_host(folder, tmp_path
     moved = {}
     for device in ("cuda", "cpu"):
         plain, away = (
-            plan_run(config_for(tmp_path, folder / "gemma3_text", *changes, *more), 1, device, shapes_only=True).plan
+            plan_run(config_for(tmp_path, folder / "olmo2", *changes, *more), 1, device, shapes_only=True).plan
             for more in ([], ["policy.recompute=offload"])
         )
         policies = [plan.memory["policy"][0] for plan in (plain, away)]
         moved[device] = policies[0].activations - policies[1].activations
         assert moved[device] == away.host_memory(0) - plain.host_memory(0)
-    layers = arch_for(folder / "gemma3_text", "fsdp2").num_layers
+    layers = arch_for(folder / "olmo2", "fsdp2").num_layers
     assert moved == {"cuda": 256 * (layers - 1) * 64 * 2, "cpu": 0} and layers > 1
 
 
 def test_the_plan_counts_adapters(folder, tmp_path) -> None:
-    """Of gemma3: A and B of rank 16 on every linear layer; q 64 x 64, k and v 32 x 64, o 64 x 64, gate, up and down 96 x 64."""
+    """Of olmo2: A and B of rank 16 on every linear layer; q 64 x 64, k and v 32 x 64, o 64 x 64, gate, up and down 96 x 64."""
     changes = ["policy.engine=fsdp2", "critic.engine=fsdp2", "policy.lora.rank=16", "policy.dtype=bf16"]
-    config = config_for(tmp_path, folder / "gemma3_text", *changes)
+    config = config_for(tmp_path, folder / "olmo2", *changes)
     planned = plan_run(config, 1, "cpu", shapes_only=True)
     adapters = 16 * 2 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (96 + 64))
     policy = planned.plan.memory["policy"][0]
@@ -91,14 +91,14 @@ def test_the_plan_counts_adapters(folder, tmp_path) -> None:
 
 LORA_REFUSED = [
     (
-        "gemma3_text",
+        "olmo2",
         ["policy.lora.targets=[q_porj]"],
         'targets = ["q_porj"]: q_porj matches no linear layer; did you mean',
     ),
     (
         "gpt_oss",
         ["policy.lora.rank=16"],
-        "mlp is a layer of experts, which have no adapters; name others: k_proj, o_",
+        "mlp is a layer of experts, which have no adapters if one tensor holds them all; name others: k_proj, o_",
     ),
     (
         "gpt_oss",
@@ -107,13 +107,13 @@ LORA_REFUSED = [
     ),
     (
         "deepseek_v3",
-        ["policy.lora.targets=[down_proj]"],
-        "mlp.down_proj is called as the layers of experts, for which PEFT would take it",
+        ["policy.lora.targets=[shared_experts.down_proj]"],
+        "shared_experts.down_proj is called as the layers of experts, for which PEFT would take it",
     ),
     (
-        "gemma3_text",
+        "olmo2",
         ["policy.lora.rank=16", "rollout.engine=vllm", "rollout.adapter=separate"],
-        'rollout.adapter = "separate": vLLM\'s names of the layers of this gemma3_text model are not known; set it to merged',
+        'rollout.adapter = "separate": vLLM\'s names of the layers of this olmo2 model are not known; set it to merged',
     ),
 ]
 
@@ -130,7 +130,7 @@ def test_adapters_that_a_model_cannot_have_are_refused(folder, tmp_path, kind: s
 def test_scores_in_memory_are_counted(folder, softcap: float | None, with_sinks: bool) -> None:
     """Bytes that autograd keeps for one layer: at least the softmax in fp32, at most what the plan says."""
     arch, length = arch_for(folder / "gpt_oss", "fsdp2"), 96
-    assert arch.keeps_scores and not arch_for(folder / "gemma3_text", "fsdp2").keeps_scores
+    assert arch.keeps_scores and not arch_for(folder / "olmo2", "fsdp2").keeps_scores
     q, k, v = (torch.randn(2 * length, arch.num_heads, 16, requires_grad=True) for _ in range(3))
     kept: dict[int, int] = {}
 
@@ -145,18 +145,18 @@ def test_scores_in_memory_are_counted(folder, softcap: float | None, with_sinks:
     _, most = score_bytes(arch, 2 * length, length, 4, "full")
     assert softmax <= sum(kept.values()) <= most
     assert score_bytes(arch, 2 * length, length, 4, "none")[1] > most
-    assert score_bytes(arch_for(folder / "gemma3_text", "fsdp2"), 2 * length, length, 4, "none") == (0, 0)
+    assert score_bytes(arch_for(folder / "olmo2", "fsdp2"), 2 * length, length, 4, "none") == (0, 0)
 
 
 def test_engine_megatron_says_that_fsdp2_runs_the_model(folder, tmp_path) -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_run(config_for(tmp_path, folder / "gemma3_text"), 1, "cpu", shapes_only=True)
+        plan_run(config_for(tmp_path, folder / "olmo2"), 1, "cpu", shapes_only=True)
     text = str(refused.value)
-    assert text.startswith("policy.model = ") and "Gemma3ForCausalLM is not supported" in text and "\n" not in text
+    assert text.startswith("policy.model = ") and "Olmo2ForCausalLM is not supported" in text and "\n" not in text
     assert text.endswith("engine fsdp2 runs any causal language model of transformers")
 
 
 def test_verify_refuses_a_model_that_one_megatron_rank_cannot_run(folder, tmp_path) -> None:
-    config = config_for(tmp_path, folder / "gemma3_text", *(f"{role}.engine=fsdp2" for role in ROLES))
+    config = config_for(tmp_path, folder / "olmo2", *(f"{role}.engine=fsdp2" for role in ROLES))
     with pytest.raises(ConfigError, match="policy.model = .*verify compares with one rank of engine megatron, which cannot run it"):
         verify(config, "cpu", max_ranks=2)

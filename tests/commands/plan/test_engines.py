@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.commands.plan.activations import RoleWork, layer_elements_per_token
+from megappo.commands.plan.activations import RoleWork, layer_elements_per_token, score_bytes_per_token
 from megappo.commands.plan.memory import count_parameters, role_memory
-from megappo.models.arch import MoeArch
+from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 from tests.commands.plan import live
-from tests.commands.plan.archs import MOE, llama
+from tests.commands.plan.archs import MOE, deepseek, delta_nets, gated, gemma, glm, llama, oss
 from tests.worlds import spawn_world
 
 SHAPES = [  # hidden, heads, kv heads, head_dim, ffn
@@ -24,27 +24,35 @@ SHAPES = [  # hidden, heads, kv heads, head_dim, ffn
 
 
 FINE = MoeArch(32, 4, 48, False)
+BF16, FP32 = torch.bfloat16, torch.float32
 # axes of two ranks, shape, experts, dtype, recompute
 SP = {"tp": 2, "sequence_parallel": True}
 MEASURED = (
     [({}, shape, None, dtype, "none") for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     + [({}, SHAPES[0], None, torch.float32, recompute) for recompute in ("selective", "full")]
     + [({"cp": 2}, shape, None, torch.float32, "none") for shape in SHAPES[:2]]  # the second has fewer KV heads than ranks
-    + [(SP, SHAPES[0], None, torch.float32, "none")]
+    + [(SP, shape, None, torch.float32, "none") for shape in SHAPES[:2]]
     + [({"ep": 2}, SHAPES[0], MOE, dtype, "none") for dtype in (torch.float32, torch.bfloat16)]
     + [({"ep": 2}, SHAPES[0], FINE, torch.bfloat16, "none")]
     + [(axes, SHAPES[0], MOE, torch.float32, "none") for axes in (SP, SP | {"etp": 2}, SP | {"ep": 2}, {"cp": 2, "ep": 2})]
+    + [(axes, SHAPES[0], of, dtype, "none") for of in (glm, deepseek) for axes, dtype in ((SP, BF16), ({"cp": 2, "ep": 2}, FP32))]
+    + [(SP, SHAPES[0], oss, FP32, "none"), ({"cp": 2, "ep": 2}, SHAPES[0], oss, BF16, "selective")]
+    + [(axes, SHAPES[0], of, dtype, "none") for of in (delta_nets, gated) for axes, dtype in (({"ep": 2}, FP32), (SP, BF16))]
+    + [(axes, SHAPES[0], gemma, dtype, "none") for axes, dtype in (({}, FP32), (SP, BF16))]
 )
 
 
-def shaped(layers, shape, moe):
+def shaped(layers, shape, moe: Any) -> ModelArch:
+    """A llama with these experts, or none; or what `moe` makes of the shape."""
+    if callable(moe):
+        made: Any = moe
+        return made(layers, *shape)
     arch = llama(layers, *shape)
     return arch if moe is None else replace(arch, family="qwen3_moe", qk_norm=True, moe=moe)
 
 
 # axes of two ranks, architecture, type, value head, distributed optimizer: what is built and trained
 TIED = replace(llama(4, *SHAPES[0]), tied_embeddings=True)
-BF16, FP32 = torch.bfloat16, torch.float32
 BUILT = [
     *(
         (axes, shaped(4, SHAPES[0], moe), BF16, False, True)
@@ -68,6 +76,11 @@ BUILT = [
     ({}, shaped(4, SHAPES[0], None), BF16, False, False),
     ({}, shaped(4, SHAPES[0], MOE), FP32, True, False),
     ({"pp": 2}, TIED, BF16, False, True),
+    (SP, glm(4, *SHAPES[0]), BF16, True, True),  # corrections are fp32 and have no gradient
+    ({"ep": 2}, deepseek(4, *SHAPES[0]), BF16, False, True),
+    (SP, oss(4, *SHAPES[0]), BF16, True, True),
+    (SP, gemma(4, *SHAPES[0]), BF16, False, True),
+    (SP, llama(4, *SHAPES[1]), BF16, False, True),  # a copy of one KV head on each rank
 ]
 
 # A llama with enough tokens for its small tensors not to count: axes of two ranks, architecture, type, recompute, value head
@@ -156,7 +169,7 @@ def allocated_bytes(axes, arch, dtype, value_head, distributed):
         chunk.zero_grad_buffer()
     assert optimizer.step().applied  # moments exist after the first step
     parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    gradients = [parameter.main_grad for parameter in parameters]
+    gradients = [parameter.main_grad for parameter in parameters if parameter.requires_grad]
     own = {parameter.untyped_storage()._cdata for parameter in parameters}  # fp32 weights are their own main parameters
     state = {t.data_ptr(): t.nbytes for t in optimizer.tensors() if t.untyped_storage()._cdata not in own}
     counts = [sum(tensor.nbytes for tensor in tensors) for tensors in (parameters, gradients)]
@@ -177,7 +190,7 @@ def test_what_is_counted_is_what_a_trained_model_allocates(measured):
         plans = [planned] if layout.pp == 1 else [[plan] for plan in planned]
         for found, plan in zip(stages, plans):
             assert sum(found) == pytest.approx(sum(one.optimizer for one in plan), abs=12 * len(plan)), BUILT[index]
-        if axes == {"ep": 2}:
+        if axes == {"ep": 2} and arch.moe is MOE:
             wrong = sum(one.optimizer for one in planned) - 12 * count_parameters(arch, layout, 0).experts
             assert sum(state) != pytest.approx(wrong, abs=24), "negative control: experts cut like the dense layers are seen"
 
@@ -305,17 +318,21 @@ def saved_bytes(cases):
 
 def test_the_estimate_of_activations_holds_against_a_real_model(measured):
     # Experts are not chosen evenly: the mean over the ranks counts.
+    case: Any
     for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*(one[0] for one in measured)))):
         axes, shape, moe, dtype, recompute = case
         layout = ParallelLayout(2, **axes)
-        per_token = layer_elements_per_token(shaped(4, shape, moe), layout, dtype.itemsize, sparse=moe is not None)
+        arch = shaped(4, shape, moe)
+        per_token = layer_elements_per_token(arch, layout, dtype.itemsize, arch.kind(0))
         expected = per_token * dtype.itemsize / layout.cp
+        if recompute != "selective":  # of sequences of 128 tokens
+            expected += score_bytes_per_token(shaped(4, shape, moe), layout, 128, dtype.itemsize)[0] / layout.cp
         if recompute == "full":
             assert found == shape[0] * dtype.itemsize
             continue
         # An upper bound, and close to it: what it leaves out (softmax sums, rms) is below 1 %, what it adds below 10 %.
         assert 0.99 * found <= expected <= 1.10 * found, (case, found, expected)
         hidden, *_, ffn = shape
-        rows, columns = (1, 5 * ffn) if moe is None else (moe.top_k, hidden + 6 * moe.ffn_size)
+        rows, columns = (1, 5 * ffn) if arch.moe is None else (arch.moe.top_k, hidden + 6 * arch.moe.ffn_size)
         without_mlp = expected - rows * columns * dtype.itemsize / (layout.cp * layout.tp)
         assert not 0.99 * found <= without_mlp, "negative control: a term left out is seen"

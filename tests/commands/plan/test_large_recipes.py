@@ -27,6 +27,10 @@ RECIPES = [
     ("qwen2.5_32b_32gpu", "Qwen2.5-32B-Instruct", 32, 32_763_876_352),
     ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", 32, 30_532_122_624),
     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", 256, 405_853_388_800),
+    ("gpt_oss_120b_64gpu", "gpt-oss-120b", 64, 116_829_156_672),
+    ("qwen3_next_80b_a3b_64gpu", "Qwen3-Next-80B-A3B-Instruct", 64, 79_674_391_296),
+    ("glm4.5_256gpu", "GLM-4.5", 256, 352_797_829_024),
+    ("deepseek_v3_512gpu", "DeepSeek-V3", 512, 671_026_419_200),
 ]
 BY_NAME = pytest.mark.parametrize("recipe, facts, gpus, parameters", RECIPES, ids=[name for name, *_ in RECIPES])
 

@@ -1,6 +1,7 @@
 """Plan of a role with adapters: numbers by hand, and what engines with adapters really allocate on two ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,11 @@ from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import LoraConfig
 from megappo.parallel.layout import ParallelLayout
 from tests.commands.plan import live
-from tests.commands.plan.archs import llama
+from tests.commands.plan.archs import MOE, llama
 from tests.commands.plan.test_engines import BF16, BUDGET, FP32, LENGTHS, SP, WIDE
 from tests.worlds import spawn_world
 
-LORA = LoraConfig(rank=8)
+LORA, HALF = LoraConfig(rank=8), LoraConfig(rank=4)
 SOME = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
 # axes of two ranks, type, value head, adapters
 BUILT = [
@@ -106,6 +107,28 @@ def test_adapters_by_hand():
         assert (plan.weights, plan.gradients) == (2 * plan.parameters, 4 * numbers)
         assert plan.optimizer == 12 * numbers // shards
         assert (plan.written_weights, plan.written) == (2 * numbers // shards, 14 * numbers // shards)
+
+
+def test_adapters_of_experts_by_hand():
+    """8 experts of 96 columns, of which a token passes 2: ep halves them, etp the rows of B of gate and up and the columns of A of
+    down. Moments are sharded over the ranks with the same experts."""
+    arch = replace(llama(), family="qwen3_moe", qk_norm=True, moe=MOE)
+    beside, expert, cut = 2 * (128 + 128) + 2 * (128 + 64), 3 * (128 + 96), 2 * (128 + 48) + 48 + 128
+    of_tp = (128 + 64) + 2 * (128 + 32) + (64 + 128)
+    cases: list[tuple[dict[str, Any], int, int, int]] = [
+        ({}, beside, 8 * expert, 2),
+        ({"ep": 2}, beside, 4 * expert, 1),
+        (SP | {"etp": 2}, of_tp, 8 * cut, 1),
+    ]
+    for axes, attention, experts, edp in cases:
+        plan, base = (planned(arch, axes, 0, dtype="bf16", lora=lora) for lora in (LORA, None))
+        each, dp = 4 * 8, ParallelLayout(2, **axes).dp
+        assert plan.parameters - base.parameters == each * (attention + experts)
+        assert (plan.weights, plan.gradients) == (2 * plan.parameters, 4 * each * (attention + experts))
+        assert plan.optimizer == 12 * each * attention // dp + 12 * each * experts // edp
+        tokens = 1024  # a token is 2 rows of experts: 6 products of 8 numbers, and 4 beside them
+        wide = [planned(arch, axes, 0, dtype="bf16", micro_batch_tokens=tokens, lora=lora).activations for lora in (LORA, HALF)]
+        assert wide[0] - wide[1] == 4 * tokens * 2 * (8 - 4) * (4 + 6)
 
 
 def test_a_frozen_output_projection_has_no_gradient():

@@ -298,9 +298,10 @@ def test_the_state_of_experts_is_cut_over_the_ranks_that_hold_them():
 def test_layers_without_experts_are_counted_as_such():
     layout, sizes = ParallelLayout(2, pp=2), {"dtype": "fp32", "trained": True, "micro_batch_tokens": 10, "num_micro_batches": 1}
     mixed = sparse_arch(dense_layers=(0,))
-    dense, sparse = (layer_elements_per_token(mixed, layout, 4, kind) for kind in (False, True))
+    kinds = mixed.kind(0), mixed.kind(1)
+    dense, sparse = (layer_elements_per_token(mixed, layout, 4, kind) for kind in kinds)
     assert dense != sparse
-    messages, backward = 2 * 128, max(activations.backward_elements(mixed, layout, kind) for kind in (False, True))
+    messages, backward = 2 * 128, max(activations.backward_elements(mixed, layout, kind) for kind in kinds)
     assert role_memory(mixed, layout, 0, RoleWork(**sizes)).activations == 10 * 4 * (dense + sparse + messages + backward)
     assert count_parameters(mixed, layout, 0).experts == 8 * EXPERT
 

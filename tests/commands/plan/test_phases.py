@@ -299,5 +299,5 @@ def test_vllm_is_refused_a_share_of_what_is_not_free_when_it_starts(tmp_path):
 def test_a_fused_activation_keeps_three_tensors_of_the_mlp_where_five_were():
     for sparse, unfused, fused in ((False, 5 * 384, 3 * 384), (True, 2 * 6 * 192, 2 * 3 * 192)):
         arch = llama(moe=MoeArch(8, 2, 192, True)) if sparse else llama()
-        each = [layer_elements_per_token(arch, ParallelLayout(1), 2, sparse, fused=it) for it in (False, True)]
+        each = [layer_elements_per_token(arch, ParallelLayout(1), 2, arch.kind(0), fused=it) for it in (False, True)]
         assert each[0] - each[1] == unfused - fused

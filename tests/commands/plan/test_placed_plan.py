@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
-from megappo.commands.plan.estimate import GIB, make_plan
+from megappo.commands.plan.estimate import GIB, ids_of_token, make_plan, sequences_at_once
 from megappo.commands.plan.phases import phases, tightest
 from megappo.commands.plan.plot import figure_of
-from megappo.commands.plan.report import report
+from megappo.commands.plan.report import in_flight_bytes, report
 from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
+from megappo.rollout.snapshot import Snapshot
+from megappo.rollout.types import KeptIds, Response, Segment
 from megappo.telemetry.tables import MIB
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from tests.commands.plan.checkpoints import write_run
 
 WORLD = 8
+EMPTY = 1300  # bytes of a snapshot of nothing
 SPLIT = ["run.num_ranks=null", "policy.ranks=0-3", "critic.ranks=4-5", "reference.ranks=2-5", "rollout.ranks=0-1,6-7"]
 
 
@@ -96,6 +100,28 @@ def test_the_report_says_what_is_left_of_each_rank_and_who_does_not_wait(tmp_pat
     assert "at the same time in passes and updates, for they share no rank: policy and critic" in lines
     together = report(plan_of(write_run(tmp_path), ["run.num_ranks=null"]))
     assert "at the same time" not in together and "at the peak" not in together
+
+
+def test_the_report_says_what_runs_beside_training_and_what_a_checkpoint_holds_of_it(tmp_path):
+    """Oracle of the size: a snapshot in which every response has all its tokens, of all versions that it may have."""
+    apart = [*SPLIT, "rollout.ranks=6-7", "rollout.max_staleness=2", "rollout.max_num_seqs=1024"]
+    for sampling in ([], ["rollout.sampling.top_k=5"]):
+        plan = plan_of(write_run(tmp_path), [*apart, *sampling])
+        samples, longest = plan.step.samples, plan.config.rollout.max_response_tokens
+        text = " ".join(report(plan).split())
+        assert "meanwhile ranks 0-5 train; in flight (rollout.max_staleness 2) are at most" in text
+        assert f"3 steps: {3 * samples:,} responses of {3 * samples * longest:,} tokens" in text
+        assert "of responses that later steps have begun (rollout-N.bin)" in text and "KV cache" in text
+        assert sequences_at_once(plan) == 3 * samples // plan.replicas
+        width = ids_of_token(plan.config)
+        kept = KeptIds(numpy.full(longest, width, numpy.int32), numpy.zeros(longest * width, numpy.int32)) if width else None
+        parts = [longest - 2, 1, 1]
+        segments = tuple(Segment(numpy.zeros(n, numpy.int32), numpy.zeros(n, numpy.float32), 10**4 + n) for n in parts)
+        ended = [Response(10**10 + number, segments, "length", kept) for number in range(2 * samples)]
+        size = len(Snapshot(0, 0, 0, 0, {}, ended).encoded())
+        assert 0.8 < (size - EMPTY) / in_flight_bytes(plan) <= 1
+    synchronous = plan_of(write_run(tmp_path), SPLIT)
+    assert "meanwhile" not in report(synchronous) and in_flight_bytes(synchronous) == 0
 
 
 # overrides of a run on 8 ranks, the beginnings of its notes on replicas without work

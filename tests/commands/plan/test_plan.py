@@ -80,7 +80,7 @@ def test_the_plan_counts_the_fields_that_the_roles_read(tmp_path, placement, coe
     for role in (Policy(policy, 1.0, config.algorithm), Critic(critic)):
         with pytest.raises(InterruptedError):
             role.update(None, 1.0)
-    assert policy.reads[0] == "kept" and len(policy.reads) == 1 + of_policy
+    assert policy.reads[:2] == ("kept", "routes") and len(policy.reads) == 2 + of_policy  # two that most runs have not
     assert values_read(config, "policy") == (0, of_policy)
     assert values_read(config, "critic") == (0, len(critic.reads)) and len(critic.reads) == 3
 
@@ -224,7 +224,7 @@ def test_an_output_projection_other_than_the_embedding_to_which_it_is_tied_is_re
         if code:
             assert f'policy.model = "{file.parent}": {file}: tensor lm_head.weight differs from the embedding to which it is' in err
         else:
-            assert "only shapes were looked at (--shapes-only): tensors, tokenizer and data are unchecked" in out
+            assert "only shapes were looked at: tensors, tokenizer and data are unchecked" in out
 
 
 def test_a_world_that_is_not_the_configurations_is_refused_with_both_ways_out(tmp_path, capsys):

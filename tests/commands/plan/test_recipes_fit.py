@@ -6,12 +6,16 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from megappo.commands import cli
+from megappo.commands.convert.shell import parse_shell
 from megappo.commands.plan.estimate import make_plan
 from megappo.commands.plan.memory import GIB, count_parameters
 from megappo.config.errors import ConfigError
-from megappo.config.loading import load_config
+from megappo.config.loading import load_config, load_run
+from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.trainer.prepare.layouts import check_layouts, model_paths
@@ -38,11 +42,12 @@ def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name):
     config = load_config(CONFIGS / f"{name}.yaml")
     arch = arch_of(shape)
     assert count_parameters(arch, ParallelLayout(1), 0).total == parameters
-    archs = dict.fromkeys(("policy", "critic", "reference"), arch)
+    archs: dict[str, ModelArch] = dict.fromkeys(("policy", "critic", "reference"), arch)
     world = config.run.num_ranks
+    assert world is not None
     layouts = check_layouts(config, archs, world)
     plan = make_plan(config, archs, layouts, world, "cuda", 80 * GIB)
-    assert not plan.warnings
+    assert not plan.warnings and plan.rollout is not None and plan.rollout.kv_cache is not None
     assert plan.rollout.kv_cache // plan.rollout.kv_bytes_per_token >= plan.step.max_sequence_tokens
     small = make_plan_on(config, archs, layouts, world, plan.certain(plan.fullest_rank()) // 10)
     assert small is None, "negative control"
@@ -57,7 +62,7 @@ def make_plan_on(config, archs, layouts, world, memory):
 
 
 def test_there_are_facts_of_the_models_that_the_recipes_name_and_of_no_others():
-    named = {Path(model).name for path in OF_PUBLIC_MODELS for _, model in model_paths(load_config(CONFIGS / path)).values()}
+    named = {Path(model).name for path in OF_PUBLIC_MODELS for _, model in model_paths(load_run(CONFIGS / path)).values()}
     assert named == {path.parent.name for path in FACTS}
 
 
@@ -88,6 +93,48 @@ def test_every_recipe_is_planned_and_verified_from_the_facts_of_its_models(recip
     monkeypatch.setattr("megappo.commands.verify.run._measure", lambda runs, folder, module: 77)
     assert cli.main(["verify", *arguments]) == 77
     assert "3 PPO steps of" in capsys.readouterr().out
+
+
+# Recipes whose head has the commands for another model, or for several GPUs.
+OF_PAIRS = ("dpo", "reward_model")
+
+
+def commands_of(recipe: str) -> list[list[str]]:
+    """The commands that a recipe's head says, as `megappo plan` takes them in configs/."""
+    head = "\n".join(re.findall(r"^# +(\w+=.*|megappo .*)$", (CONFIGS / "recipes" / f"{recipe}.yaml").read_text(), re.MULTILINE))
+    words = [one[2:] for one in parse_shell(head, recipe, {}).commands]
+    return [[path.removeprefix("configs/"), *overrides] for path, *overrides in words]
+
+
+@pytest.mark.parametrize("recipe", OF_PAIRS)
+def test_every_command_in_the_head_of_a_recipe_fits_on_its_gpus(recipe, offline, capsys):
+    commands = commands_of(recipe)
+    assert {Path(next((one for one in words if ".model=" in one), "Llama-3.2-1B-Instruct")).name for words in commands} == {
+        "Llama-3.2-1B-Instruct",
+        "Ministral-3-3B-Instruct-2512",
+    }
+    assert [words[-1] == "run.num_ranks=8" for words in commands] == [False, True] * 2
+    for words in commands:
+        assert cli.main(["plan", *words, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+        out = capsys.readouterr().out
+        assert "WARNING" not in out and f"{8 if 'run.num_ranks=8' in words else 1} ranks on cuda" in out
+    without = [one for one in commands[2] if ".recompute=" not in one]
+    assert cli.main(["plan", *without, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    assert "WARNING" in capsys.readouterr().out, "negative control"
+
+
+def test_fine_tuning_fits_on_its_gpus(offline, capsys):
+    assert cli.main(["plan", "recipes/sft.yaml", "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_a_reward_model_is_planned_with_its_head_in_place_of_the_output(offline, capsys):
+    config = transformers.AutoConfig.from_pretrained("models/Llama-3.2-1B-Instruct", num_labels=1)
+    with torch.device("meta"):
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert cli.main(["plan", "recipes/reward_model.yaml", "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    assert f" {total:,} " in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_there_is_a_connection(offline, capsys):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,22 @@ from megappo.commands import cli
 from megappo.commands.plan.estimate import make_plan
 from megappo.commands.plan.run import plan_run
 from megappo.commands.tune import trials
+from megappo.commands.tune.candidates import Machine
+from megappo.commands.tune.cost import workload_of
+from megappo.commands.tune.parts import by_stage, parts_of
+from megappo.commands.tune.search import Search
+from megappo.commands.tune.written import measured_stages
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.yaml_reader import read_yaml
 from megappo.telemetry.hardware import Hardware, hardware_of, load_hardware
+from megappo.telemetry.tables import figures
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from tests.commands.plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
+from tests.commands.trajectories import runs
 
 ROOT = Path(__file__).parents[3]
+QUICKSTART = Path(__file__).with_name("quickstart_run")
 # About as many parameters as LLAMA_7B in an eighth of its layers: fewer splits into stages and chunks to search.
 WIDE = LLAMA_7B | {"num_hidden_layers": 4, "hidden_size": 12288, "intermediate_size": 33024}
 WIDE |= {"num_attention_heads": 96, "num_key_value_heads": 96}
@@ -73,12 +81,15 @@ def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
 
 
 def test_roles_that_are_not_asked_for_keep_their_layout(tmp_path, capsys):
-    path, lines = write_run(tmp_path), tmp_path / "layout.txt"
+    path, lines = write_run(tmp_path, extra="reward: {parts: [{url: 'http://127.0.0.1:8000/score'}]}\n"), tmp_path / "layout.txt"
     arguments = [path, "--gpus", 16, "--gpu", "h200", "--roles", "critic", "--top", 1, "--output", lines, *SMALL]
     code, told = tune(capsys, *arguments, "policy.parallel.tp=4", "policy.parallel.layers_per_stage=null")
     assert code == 0, told.err
     assert {line.split(".")[0] for line in lines.read_text().split()} == {"run", "critic"}
     assert "tp4 pp2 dp2" in told.out, "the policy's own, in the chosen step"
+    assert ["reward", "(url)", "unknown"] in [
+        line.split() for line in told.out.splitlines()
+    ] and "s and what is unknown;" in told.out
 
 
 def test_what_the_plan_remarks_about_the_chosen_run_is_told(tmp_path, capsys, monkeypatch):
@@ -141,7 +152,7 @@ MISTAKES = [
     (["--gpu", "h100", "--placements", "critic.ranks=0-7"], 'critic.ranks = "0-7": --placements would choose others'),
     (["--gpu", "h100", "rollout.ranks=8-16"], 'rollout.ranks = "8-16": 8-16 is outside the world, which has ranks 0-15'),
     (["--gpu", "h100", "critic.ranks=0-7", "policy.ranks=8-9"], "critic.ranks=0-7"),
-    (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, cpu"),
+    (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, gb200, h20, cpu"),
     (["--gpu", "h100", "--gpus", "0"], "argument --gpus: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--gpus", "-8"], "argument --gpus: -8 is not an integer >= 1"),
     (["--gpu", "h100", "--gpus", "12"], "--gpus 12: is not a multiple of the 8 GPUs of a node; use 8 or 16, or --gpus-per-node"),
@@ -151,11 +162,23 @@ MISTAKES = [
     (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
     (["--gpu", "h100", "--top", "0"], "argument --top: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--measure", "0"], "argument --measure: 0 is not an integer >= 1"),
-    (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; in a job of Slurm"),
+    pytest.param(
+        ["--gpu", "h100", "--measure", "1"],
+        "16 ranks need a GPU each and this machine has 0; in a job of Slurm",
+        marks=pytest.mark.slow,
+    ),
     (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of models, not of --roles rollout"),
     (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K on the nodes of a job, and has no effect"),
     (["--gpu", "h100", "--measure", "1", "--slurm"], "--slurm: this is not in a job of Slurm; salloc --nodes N"),
     (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
+    (["--gpu", "h100", "--spread", "0.5"], "--spread 0.5: lengths have a spread around a mean, which is missing"),
+    (["--gpu", "h100", "--mean-response-tokens", "99", "--spread", "-1"], "--spread -1: must be between 0 (all responses are"),
+    (["--gpu", "h100", "--lengths", "absent"], "absent: No such file or directory; name the directory of a run"),
+    (["--gpu", "h100", "--lengths", "x", "--spread", "1"], "--lengths: the run's responses have their own mean and spread"),
+    (["--gpu", "h100", "--as-is", "--top", "3", "--roles", "policy"], "--as-is searches nothing, so that --roles has no effect"),
+    (["--gpu", "h100", "--calibrate", "x"], "--calibrate: a run is held against its own configuration; give --as-is"),
+    (["--gpu", "h100", "--as-is", "--output", "x"], "--as-is searches nothing, so that --output has no effect; leave out one of"),
+    (["--gpu", "h100", "--as-is", "--calibrate", "x"], "x/metrics.jsonl: No such file or directory; name the directory"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
     (
         ["--gpu", "h100", "--output", "/nowhere/layout.txt"],
@@ -175,6 +198,104 @@ def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message
     assert told.err.startswith("megappo: ") and message in told.err
 
 
+def test_a_configuration_is_priced_as_it_is_written(tmp_path, capsys):
+    """A whole number of layers on each stage is no rule for it, and nothing is searched. What no model knows is not 0."""
+    path, facts = write_run(tmp_path, extra="reward: {parts: [{url: 'http://127.0.0.1:8000/score'}]}\n"), tmp_path / "step.json"
+    code, told = tune(capsys, path, "--gpu", "h200", "--as-is", "--mean-response-tokens", "300", "--json", facts, *SMALL)
+    assert code == 0, told.err
+    priced = json.loads(facts.read_text())
+    seconds = {part["name"]: part["seconds"] for part in priced["parts"]}
+    assert list(seconds)[:2] == ["generate", "log-probs"] and list(seconds)[-2:] == ["the rest", "reward (url)"]
+    assert seconds["reward (url)"] is None and min(one for one in seconds.values() if one is not None) > 0
+    assert sum(one for one in seconds.values() if one is not None) == pytest.approx(priced["step_seconds"])
+    limits = {"compute", "memory", "links", "host", "pipeline", "longest response", ""}
+    assert {part["limit"] for part in priced["parts"]} <= limits
+    words = [line.split() for line in told.out.splitlines()]
+    assert ["reward", "(url)", "unknown"] in words and "s and what is unknown; fullest is rank" in told.out
+    assert any(line[:2] == ["policy", "update"] for line in words) and "overrides" not in told.out
+    small = [*SMALL, "rollout.memory_share=0.3"]  # plan refuses what does not fit
+    assert tune(capsys, path, "--gpu", "h200", "--as-is", "--json", facts, *small)[0] == 0
+    longest = json.loads(facts.read_text())["step_seconds"]
+    assert cli.main(["plan", str(path), "--gpu", "h200", "--shapes-only", *small]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"  about {figures(longest)} s a step: generate ") and ", reward (url) unknown" in line
+
+
+@pytest.mark.slow
+def test_a_model_without_a_family_is_counted_by_its_engine(tmp_path, capsys):
+    """Megatron's counter ended in a KeyError of the model's type."""
+    sizes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+    }
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 1024}
+    facts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"} | sizes | experts
+    whole = ["policy.parallel.tp=1", "policy.parallel.pp=1", "policy.parallel.layers_per_stage=null"]
+    engines = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
+    code, told = tune(capsys, write_run(tmp_path, facts), "--gpu", "h100", "--as-is", *whole, *engines)
+    assert code == 0, told.err
+    assert any(line.split()[:2] == ["policy", "update"] for line in told.out.splitlines())
+
+
+def test_a_run_says_which_part_of_the_model_is_off(tmp_path, capsys):
+    """A run that took what was predicted but for its updates, and one of the quickstart, on two CPU ranks."""
+    path, facts = write_run(tmp_path), tmp_path / "step.json"
+    drawn = runs.write_run(tmp_path / "drawn", {3: [runs.record([5] * count) for count in (40, 100, 700)]})  # the limit is 512
+    arguments = [path, "--gpu", "h200", "--as-is", "--lengths", drawn, *SMALL]
+    code, told = tune(capsys, *arguments, "--json", facts)
+    assert code == 0, told.err
+    assert "128 samples of 256 + 217 tokens" in told.out, "(40 + 100 + 512) / 3"
+    stages: dict[str, float] = {}
+    for part in json.loads(facts.read_text())["parts"]:
+        stages[part["timing"]] = stages.get(part["timing"], 0.0) + part["seconds"]
+    stages["update_policy"] *= 3
+    row = {f"timing/{stage}_s": seconds for stage, seconds in stages.items() if stage} | {"timing/step_s": sum(stages.values())}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step} | row) + "\n" for step in range(3)))
+    code, told = tune(capsys, *arguments, "--calibrate", run)
+    assert code == 0, told.err
+    ratios = {line.split()[0]: line.split()[-1] for line in told.out.split("measured / predicted")[1].splitlines() if line.strip()}
+    assert ratios["update_policy"] == "3.00" and ratios["logprobs"] == ratios["update_critic"] == ratios["generate"] == "1.00"
+    assert "the model is off most in update_policy" in told.out and "too little" in told.out
+    own = tmp_path / "mine.yaml"
+    code, told = tune(capsys, *arguments, "--calibrate", QUICKSTART, "--output", own)
+    assert code == 0 and "the run's steps took" in told.out and f"--gpu {own}" in told.out, told.err
+    assert_calibrated(capsys, [path, "--as-is", "--lengths", drawn, *SMALL], own, QUICKSTART)
+    means = {"lengths/prompt_mean": 100.0, "lengths/response_mean": 300.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step} | row | means) + "\n" for step in range(3)))
+    code, told = tune(capsys, path, "--gpu", "h200", "--as-is", "--calibrate", run, *SMALL)
+    assert code == 0 and "128 samples of 100 + 300 tokens" in told.out, told.err
+    code, told = tune(capsys, path, "--gpu", "h200", "--as-is", "--calibrate", run, "rollout.max_response_tokens=200", *SMALL)
+    assert code == 2 and f"--calibrate {run}: its responses of 300: must be > 0 and at most the longest, 200" in told.err
+    (run / "metrics.jsonl").write_text('{"step": 1, "actor/loss": 0.5}\n')
+    code, told = tune(capsys, *arguments, "--calibrate", run)
+    assert code == 2 and "the run logged no timings (timing/step_s)" in told.err and told.err.count("\n") == 1
+
+
+def assert_calibrated(capsys, arguments, profile, run):
+    """What the profile of a run predicts for it is what the run took, in a search and in a run's prediction too."""
+    hardware, measured = load_hardware(str(profile)), measured_stages(run)
+    assert {"generate", "logprobs", "update_policy", "update_critic", "push_weights"} == set(hardware.calibration.named())
+    code, told = tune(capsys, *arguments, "--gpu", profile, "--calibrate", run)
+    assert code == 0 and f"calibrated by a run: generate x {figures(hardware.calibration.generate)}, " in told.out, told.err
+    ratios = [line.split()[-1] for line in told.out.split("measured / predicted\n")[1].splitlines()[:5]]
+    assert ratios == ["1.00"] * 5
+    config = load_config(arguments[0], SMALL)
+    lengths = replace(load_hardware("h200"), calibration=hardware.calibration)
+    archs, work = read_archs(config), workload_of(config)
+    choice = Search(config, archs, Machine(16, lengths), work, ("critic",)).best()
+    plain = Search(config, archs, Machine(16, load_hardware("h200")), work, ("critic",)).best()
+    assert choice is not None and plain is not None
+    pairs = zip(by_stage(parts_of(choice)).items(), by_stage(parts_of(plain)).values(), strict=True)
+    factors = {stage: seconds / before for (stage, seconds), before in pairs if seconds is not None and before is not None}
+    assert factors == pytest.approx(hardware.calibration.named(), rel=1e-6) and measured["step"] > 0
+
+
+@pytest.mark.slow
 def test_the_configuration_is_read_once_and_once_more_with_the_winner(tmp_path, capsys, monkeypatch):
     asked = []
 
@@ -242,6 +363,19 @@ def test_a_profile_of_the_users_own(tmp_path, capsys):
     own.write_text(own.read_text().replace("memory_tb_s: 4.8", "memory_tb_s: -1.0"))
     code, told = tune(capsys, write_run(tmp_path), "--gpu", own)
     assert code == 2 and "mine.memory_tb_s = -1.0: Input should be greater than 0" in told.err
+    text = own.read_text()
+    for found, written, says in (
+        ("  memory_tb_s: -1.0\n", "", "mine.memory_tb_s is missing; add it (megappo/telemetry/hardware.yaml says what it is)"),
+        ("tb_s: -1.0", "tb_s: 1\n  calibration: {generate: 0}", "mine.calibration.generate = 0: Input should be greater than 0"),
+        ("tb_s: -1.0", "tb_s: 1\n  calibration: {sleep: 1}", "mine.calibration.sleep = 1: Unexpected keyword argument"),
+    ):
+        own.write_text(text.replace(found, written))
+        code, told = tune(capsys, tmp_path / "run.yaml", "--gpu", own)
+        assert code == 2 and says in told.err and told.err.count("\n") == 1
+    assert cli.main(["plan", str(tmp_path / "run.yaml"), "--shapes-only", f"telemetry.hardware={own}"]) == 2
+    assert "mine.calibration.sleep" in capsys.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "run.yaml"), "--shapes-only", "telemetry.hardware=h900"]) == 2
+    assert "telemetry.hardware = h900: no such profile; use a100, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["processors", "gpus_per_node"])

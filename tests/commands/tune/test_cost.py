@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import prod
 
@@ -13,7 +14,8 @@ from megappo.commands.plan.memory import RolloutMemory, count_parameters
 from megappo.commands.plan.timeline import timeline
 from megappo.commands.tune.candidates import Machine
 from megappo.commands.tune.cost import Workload, pipeline_parts, role_cost, stage_kinds, workload_of
-from megappo.commands.tune.generation import push_s, vllm_cost
+from megappo.commands.tune.generation import Decoder, push_s, vllm_cost
+from megappo.commands.tune.lengths import Lengths
 from megappo.commands.tune.measure import phases_of
 from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
@@ -162,9 +164,9 @@ def test_products_are_two_flops_for_every_weight_that_a_token_passes(arch):
     shapes = {name: shape for name, shape in hf_tensors(arch).items() if name.startswith("model.layers.0.") and len(shape) == 2}
     active = 2 / 16
     weights = sum(prod(shape) * (active if ".experts." in name else 1) for name, shape in shapes.items())
-    products = layer_products(arch, ParallelLayout(1), arch.moe is not None, tokens=64)
+    products = layer_products(arch, ParallelLayout(1), arch.kind(0), tokens=64)
     assert sum(2 * one.rows * one.inner * one.columns * one.count for one in products) == pytest.approx(2 * 64 * weights)
-    assert sum(layer_weights(arch, arch.moe is not None)) == pytest.approx(weights), "what the trainer's statistics count"
+    assert sum(layer_weights(arch, arch.kind(0))) == pytest.approx(weights), "what the trainer's statistics count"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_products_are_two_flops_for_every_weight_that_a_token_passes(arch):
 )
 def test_ranks_share_the_products(layout):
     cut = ParallelLayout(4, **layout)
-    whole, mine = (layer_products(SPARSE, one, True, 64) for one in (ParallelLayout(1), cut))
+    whole, mine = (layer_products(SPARSE, one, SPARSE.kind(0), 64) for one in (ParallelLayout(1), cut))
     flops = [sum(one.rows * one.inner * one.columns * one.count for one in products) for products in (whole, mine)]
     assert flops[1] == pytest.approx(flops[0] / cut.tp)
     assert mine[-1].weights * cut.ep == pytest.approx(whole[-1].weights)
@@ -227,6 +229,8 @@ def test_parts_add_up_to_the_phases():
         for role in ("policy", "critic"):
             found = cost(layout, role=role, recompute="full", offload=["parameters", "optimizer"])
             assert sum(found.parts.values()) == pytest.approx(found.total_s)
+            for phase, seconds in found.phases.items():
+                assert sum(found.causes(phase).values()) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,28 @@ def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
     found = {tp: vllm_cost(ARCH, rollout.model_copy(update={"tp": tp}), "bf16", memory[tp], WORK, 8, H100) for tp in (1, 2)}
     assert found[1].at_once == 32 and found[2].at_once == 64
     reads = memory[1].weights + 32 * (256 + 384) * 65536
-    assert found[1].decode_s == pytest.approx(768 * (reads / H100.memory_bytes_per_s + H100.decode_overhead_us * 1e-6))
+    host = (H100.decode_overhead_us + 32 * H100.sequence_overhead_us) * 1e-6
+    assert found[1].decode_s == pytest.approx(768 * max(reads / H100.memory_bytes_per_s, host)), "the host works beside the GPU"
+    before = vllm_cost(ARCH, rollout, "bf16", memory[1], WORK, 8, H100, release=(0, 11))
+    assert before.decode_s == pytest.approx(768 * (reads / H100.memory_bytes_per_s + host))
+
+
+def test_a_replica_fills_its_places_and_waits_for_the_last_response():
+    """Against a loop that draws token by token."""
+    rollout = validated({"policy": {"model": "none"}, "data": {"train": "none"}}, TrainConfig).rollout
+    rollout = rollout.model_copy(update={"max_num_seqs": 8})
+    memory, drawn = RolloutMemory(int(2e9), 65536, int(20e9)), Lengths(200.0, 700.0, 1.0)
+    work = replace(WORK, samples=64, response_tokens=200.0, lengths=drawn)
+    cost = vllm_cost(ARCH, rollout, "bf16", memory, work, 2, H100, release=(0, 11))
+    decoder = Decoder(ARCH, memory, Span(1, 1), "bf16", H100, False)
+    waiting, places, seconds = [math.ceil(one) for one in drawn.of_replica(32, 2)], [], 0.0
+    while waiting or places:
+        while waiting and len(places) < 8:
+            places.append([waiting.pop(0), 0])
+        seconds += decoder.token(len(places), sum(256 + drawn + 0.5 for _, drawn in places)).seconds
+        places = [[length, drawn + 1] for length, drawn in places if drawn + 1 < length]
+    assert cost.decode_s == pytest.approx(seconds, rel=0.01)
+    assert sum(cost.limits.values()) == pytest.approx(cost.decode_s) and cost.limits["longest response"] > 0.1 * cost.decode_s
 
 
 def test_only_the_last_token_of_a_prompt_has_logits():
@@ -273,8 +298,11 @@ def test_only_the_last_token_of_a_prompt_has_logits():
 
 def test_weights_of_other_nodes_come_over_the_network():
     memory = RolloutMemory(int(10e9), 1, None)
-    local, remote = push_s(ParallelLayout(16, tp=8), memory, H100), push_s(ParallelLayout(16, tp=8, pp=2), memory, H100)
+    wires = replace(H100, push_gb_s=1e9)
+    local, remote = (push_s(ParallelLayout(16, tp=8, pp=pp), memory, wires) for pp in (1, 2))
     assert remote > 3 * local and push_s(ParallelLayout(16, tp=8), None, H100) == 0
+    local, wire = push_s(ParallelLayout(16, tp=8), memory, H100), local
+    assert local - wire == pytest.approx(10 / H100.push_gb_s), "converted and loaded by the replica"
     offloaded = push_s(ParallelLayout(16, tp=8), memory, H100, offloaded=int(10e9))
     assert offloaded - local == pytest.approx(10e9 / H100.host_bytes_per_s), "they come from host memory, which keeps them"
 
@@ -316,7 +344,10 @@ def test_a_rate_is_that_of_an_undisturbed_call(monkeypatch):
 def test_adapters_save_the_products_and_the_reduction_of_the_weights_gradients():
     layout = ParallelLayout(8, tp=2)
     whole, adapted = cost(layout), cost(layout, lora={"rank": 16})
-    assert adapted.phases["forward"] == whole.phases["forward"]
+    # Every linear layer reads its input again, and what it adds is written, read and added to the output.
+    numbers = 6 * 2048 + 5632 + 4 * (3 * 2048 + 2 * 1024 + 2 * 5632)
+    traffic = 16 * numbers * WORK.samples * WORK.length / 4 * 2 / 2 / H100.memory_bytes_per_s
+    assert adapted.phases["forward"] - whole.phases["forward"] == pytest.approx(traffic)
     for part in ("dp", "optimizer"):
         assert 0 < adapted.parts[part] < 0.05 * whole.parts[part]
     # Of a forward pass of log-probs, and of forward and backward, 4 products of 4 are 3.

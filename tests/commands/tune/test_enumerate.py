@@ -95,7 +95,7 @@ def test_a_layout_that_the_plan_refuses_would_be_noticed():
     """Negative control."""
     arch = ModelArch("llama", "LlamaForCausalLM", 4, 64, 4, 2, 8, 64, 128, 4096, False, 1e-6, Rope())
     assert accepted(ParallelConfig(tp=2), arch, 4)
-    assert not accepted(ParallelConfig(tp=4), arch, 4) and not accepted(ParallelConfig(pp=3), arch, 3)
+    assert not accepted(ParallelConfig(tp=3), arch, 3) and not accepted(ParallelConfig(pp=3), arch, 3)
     assert not accepted(ParallelConfig(), arch, 4, rollout_tp=3)
 
 

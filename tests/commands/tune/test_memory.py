@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
 
@@ -169,6 +170,32 @@ def test_a_sleeping_cache_makes_room_for_the_models(tmp_path):
     for sleep in ("none", "cache", "all"):
         search = search_of(write_run(tmp_path, "dense", sleep, offload), tight, roles=())
         assert search.fits(needs, asleep.rollout) == (search.best() is not None) == (sleep != "none")
+
+
+def test_a_layout_is_given_up_early_only_if_nothing_of_it_fits(tmp_path, monkeypatch):
+    """On GPUs on which a whole model fits with recomputation alone, and some layouts in no way."""
+    path = write_run(tmp_path, "dense", offload=["optimizer"], engine="megatron")
+    of_all = search_of(path, roles=("critic",))
+    least = [one for one in of_all.candidates["critic"] if one.layout.tp == 2 and one.settings.micro_batch_tokens == 128]
+    full, none = (next(one for one in least if one.recompute == recompute) for recompute in ("full", "none"))
+
+    def fits(usable, need):
+        tight = replace(ROOMY, headroom_gib=(ROOMY.memory_bytes - usable) / GIB)
+        return search_of(path, tight, ("critic",)).fits({"critic": need}, of_all.rollouts[0])
+
+    usable = bisect_left(range(ROOMY.memory_bytes), True, key=lambda usable: fits(usable, full.need))
+    assert not fits(usable, none.need)
+    is_hopeless = Search._is_hopeless
+
+    def found(is_hopeless):
+        monkeypatch.setattr(Search, "_is_hopeless", is_hopeless)
+        tight = replace(ROOMY, headroom_gib=(ROOMY.memory_bytes - usable) / GIB)
+        return [one.settings for one in search_of(path, tight, ("critic",)).candidates["critic"]]
+
+    every, given_up = found(lambda *_: False), []
+    assert found(lambda *asked: given_up.append(is_hopeless(*asked)) or given_up[-1]) == every
+    assert found(lambda *_: True) != every, "negative control"
+    assert full.settings in every and none.settings not in every and {True, False} == set(given_up)
 
 
 def test_stages_with_fewer_layers_may_be_the_fullest():

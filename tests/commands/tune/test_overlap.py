@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megappo.commands.tune.generation import Overlap
+from megappo.commands.tune.generation import Overlap, mean_staleness
 
 STEPS, SAMPLES = 60, 256
 
@@ -40,3 +40,25 @@ def test_the_formula_is_within_5_percent_of_the_simulated_rule(training_s, slots
     enough = overlap.enough()
     assert overlap.step_s(enough) == pytest.approx(overlap.floor_s), "the smallest that reaches the floor"
     assert enough == 0 or overlap.step_s(enough - 1) > overlap.floor_s
+
+
+@pytest.mark.parametrize("training_s, places", [(60.0, 512), (10.0, 64)])
+def test_responses_are_as_old_as_in_a_run_that_counts_pushes(training_s, places):
+    """By the times of all events of another simulation, whose responses differ from step to step."""
+    chance = random.Random(1)
+    step_of = [min(160.0, chance.lognormvariate(2.5, 1.0)) for _ in range(SAMPLES - 1)] + [160.0]
+    for max_staleness in (0, 1, 4):
+        free, trained, begins = [0.0] * places, [0.0], []
+        for step in range(1, STEPS + 1):
+            lengths, ends = random.Random(step).sample(step_of, len(step_of)), []
+            for seconds in lengths:
+                begin = max(trained[max(0, step - 1 - max_staleness)], heapq.heappop(free))
+                begins.append((step, begin))
+                ends.append(begin + seconds)
+                heapq.heappush(free, ends[-1])
+            trained.append(max(trained[-1], *ends) + training_s)
+        ages = [step - 1 - sum(one <= begin for one in trained[1:step]) for step, begin in begins if 2 * step > STEPS]
+        found = mean_staleness(max_staleness, training_s, places, step_of)
+        assert found == pytest.approx(sum(ages) / len(ages), abs=0.15), f"max_staleness {max_staleness}"
+        assert 0 <= found <= max_staleness
+        assert found == 1 or (max_staleness, places) != (1, 512), "nothing waits for a place: all are as old as allowed"

@@ -20,7 +20,8 @@ from tests.commands.plan.checkpoints import TINY, write_checkpoint
 from tests.commands.tune.test_trials import STUB
 
 PYTHON = sys.executable
-FOUR_RANKS = ["--gpus", "4", "--gpus-per-node", "2", "--roles", "critic", "--top", "3"]
+CRITIC = ["--roles", "critic", "--top", "3"]
+FOUR_RANKS, TWO_RANKS = (["--gpus", f"{2 * n}", "--gpus-per-node", f"{n}", *CRITIC] for n in (2, 1))
 
 
 def write_run(folder, name="run"):
@@ -50,8 +51,8 @@ def in_job(on_cluster, monkeypatch):
     on_cluster.command("scancel", job_id)
 
 
-def tune(capsys, path, *arguments):
-    code = cli.main(["tune", str(path), *FOUR_RANKS, "--slurm", *arguments])
+def tune(capsys, path, *arguments, ranks=FOUR_RANKS):
+    code = cli.main(["tune", str(path), *ranks, "--slurm", *arguments])
     return code, capsys.readouterr()
 
 
@@ -73,13 +74,13 @@ def kill_rank_one(folder, killed):
 
 
 def test_trials_run_on_the_jobs_nodes_and_are_reused_and_a_killed_rank_costs_its_trial_only(tmp_path, capfd, in_job):
-    """The ranks are real ones, over gloo, two on each of two nodes."""
+    """The ranks are real ones, over gloo, one on each of two nodes."""
     path, folder, killed = write_run(tmp_path), tmp_path / "runs here" / "tuning", []
     threading.Thread(target=kill_rank_one, args=(folder, killed), daemon=True).start()
     ranking = tmp_path / "all.json"
-    code, told = tune(capfd, path, "--measure", "2", "--json", str(ranking))
+    code, told = tune(capfd, path, "--measure", "2", "--json", str(ranking), ranks=TWO_RANKS)
     assert code == 0, told
-    assert "2 trials on 4 ranks of the nodes of this job; results in " in told.out
+    assert "2 trials on 2 ranks of the nodes of this job; results in " in told.out
     names = sorted(file.name.removesuffix(".result.json") for file in folder.glob("*.result.json"))
     measured = next(one for name in names if isinstance(one := read_outcome(folder, name), Measured))
     failed = read_outcome(folder, killed[0])
@@ -91,7 +92,7 @@ def test_trials_run_on_the_jobs_nodes_and_are_reused_and_a_killed_rank_costs_its
     assert [one.get("reason") for one in facts["measured"]["critic"]] == [None, failed.reason]
     chosen = [line for line in facts["overrides"] if line.startswith("critic.")]
     assert chosen == facts["measured"]["critic"][0]["overrides"]
-    code, again = tune(capfd, path, "--measure", "2")
+    code, again = tune(capfd, path, "--measure", "2", ranks=TWO_RANKS)
     assert code == 0 and again.out.split("critic, measured")[1] == told.out.split("critic, measured")[1]
     assert "trials on" not in again.out and not list(folder.glob("*.world")), "nothing is run again"
 

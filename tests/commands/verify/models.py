@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.public_models import DEEPSEEK_7B, LLAMA_1B, MINISTRAL_3B, QWEN_05B
+from tests.trainer.public_models import DEEPSEEK_7B, LLAMA_1B, MINISTRAL_3B, QWEN_05B, facts_of
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -64,6 +64,19 @@ MISTRAL: dict[str, Any] = {
     "rope_theta": 10000.0,
     "sliding_window": 4096,
 }
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "intermediate_size": 21504,
+    "query_pre_attn_scalar": 168,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": DEEPSEEK_7B,
@@ -73,6 +86,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
     "ministral3": MINISTRAL_3B,
+    "gpt_oss": facts_of("gpt-oss-120b"),
+    "gemma3": GEMMA3,
+    "qwen3_next": facts_of("Qwen3-Next-80B-A3B-Instruct"),
 }
 
 

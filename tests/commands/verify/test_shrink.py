@@ -47,6 +47,8 @@ def configured(folder: Path, model: str, layout: str, **policy: Any) -> TrainCon
         sizes = dict(given)
         sizes["tp"] = math.gcd(sizes.get("tp", 1), arch.num_kv_heads)
         sizes["sequence_parallel"] = sizes["tp"] > 1
+        if arch.delta is not None:
+            sizes.pop("cp", None)
         if arch.moe is not None:
             sizes |= dict(ep=2, etp=sizes["tp"])
         if sizes.get("layers_per_stage"):
@@ -85,7 +87,7 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize("model, layout", CASES)
-def test_small_runs_fit_their_world_and_so_does_each_feature_alone(tmp_path, model: str, layout: str) -> None:
+def test_small_runs_fit_their_world_and_keep_the_features_of_the_model(tmp_path, model: str, layout: str) -> None:
     config = configured(tmp_path, model, layout)
     for max_ranks in (2, 8):
         run, notes = small_run(config, tmp_path / str(max_ranks), max_ranks, "local")
@@ -95,24 +97,26 @@ def test_small_runs_fit_their_world_and_so_does_each_feature_alone(tmp_path, mod
             changed = sizes(parallel) != sizes(section_of(config, role).parallel)
             assert changed == any(note.startswith(f"{role}: ") for note in notes)
             assert not features(on_one_rank(run).config, role, 1)
+        check_features(read_arch(config.policy.model), archs_of(run)["policy"])
 
 
 def sizes(parallel: ParallelConfig) -> ParallelConfig:
     return parallel.model_copy(update={"layers_per_stage": ()})
 
 
-@pytest.mark.parametrize("model, layout", CASES)
-def test_features_of_the_model_are_kept(tmp_path, model: str, layout: str) -> None:
-    config = configured(tmp_path, model, layout)
-    run, _ = small_run(config, tmp_path / "small", 8, "local")
-    theirs, small = read_arch(config.policy.model), archs_of(run)["policy"]
-    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps"):
+def check_features(theirs: Any, small: Any) -> None:
+    """Of architectures: optional parts that one has, the other has too."""
+    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps", "sliding_rope", "activation", "softmax_scale"):
         assert getattr(small, feature) == getattr(theirs, feature), feature
     for feature in ("type", "theta", "factor", "low_freq_factor", "mscale", "llama4_beta"):
         assert getattr(small.rope, feature) == getattr(theirs.rope, feature), feature
     if theirs.rope.original_max_positions is not None:
         assert small.rope.original_max_positions < LONGEST_SEQUENCE, "scaled positions are never reached"
     assert (small.heads_per_group > 1) == (theirs.heads_per_group > 1)
+    assert small.output_gate == theirs.output_gate and (small.delta is None) == (theirs.delta is None)
+    if theirs.delta is not None:
+        shared = [arch.delta.value_heads // arch.delta.key_heads for arch in (small, theirs)]
+        assert len(set(small.delta.layers)) == 2 and shared[0] == shared[1] and small.delta.by_key_head
     assert set(small.sliding_layers) == set(theirs.sliding_layers)
     if theirs.sliding_window is not None:
         assert small.sliding_window < LONGEST_SEQUENCE, "the window hides nothing"

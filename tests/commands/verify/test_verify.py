@@ -96,7 +96,7 @@ def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(conf
 # arguments after the configuration, what stderr must contain
 BAD = [
     (["policy.model=absent"], ['policy.model = "absent"', "`hf download OWNER/NAME --local-dir absent`"]),
-    (["policy.parallel.tp=4"], ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
+    (["policy.parallel.tp=4"], ["policy.parallel.tp = 4", "14 attention heads", "largest tp that works is 2"]),
     (["critic.parallel.pp=5"], ["critic.parallel.pp = 5", "does not divide the 24 layers", "4 or 6"]),
     (["critic.parallel.ep=2"], ["critic.parallel.ep = 2", "has none; set ep to 1"]),
     (["run.num_ranks=3", "critic.parallel.pp=1"], ["tp 2 x pp 1 = 2 does not divide the 3 ranks"]),

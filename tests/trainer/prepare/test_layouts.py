@@ -9,7 +9,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems, world_problems
 from megappo.config.loading import load_config
 from megappo.config.role_sections import ParallelConfig, section_of
-from megappo.config.schema import SftConfig
+from megappo.config.supervised import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
@@ -17,11 +17,12 @@ from megappo.trainer.prepare.layouts import check_layouts, check_weights, model_
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
+SIX = TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32}
 # architecture of the policy, overrides, ranks, what the message must contain
 IMPOSSIBLE = [
-    (TINY, ["policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
-    (TINY, ["critic.parallel.tp=4", "critic.parallel.pp=1"], 4, ["critic.parallel.tp = 4", "2 KV heads"]),
-    (TINY, ["reference.parallel.tp=3"], 6, ["reference.parallel.tp = 3", "2 KV heads"]),
+    (SIX, ["policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "6 KV heads nor is a multiple", "largest tp that works is 12"]),
+    (SIX, ["critic.parallel.tp=4", "critic.parallel.pp=1"], 4, ["critic.parallel.tp = 4", "6 KV heads"]),
+    (TINY, ["reference.parallel.tp=3"], 6, ["reference.parallel.tp = 3", "4 attention heads", "largest tp that works is 4"]),
     (TINY | {"num_key_value_heads": 4, "intermediate_size": 383}, [], 2, ["policy.parallel.tp = 2", "383 MLP columns"]),
     (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4, or give an uneven split"]),
     (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers into stages; use 4"]),
@@ -90,6 +91,7 @@ IMPOSSIBLE = [
     ),
     (TINY, ["critic.parallel.ep=2"], 4, ["critic.parallel.ep = 2", "llama model has none", "set ep to 1"]),
     (TINY, ["policy.parallel.etp=2"], 2, ["policy.parallel.etp = 2", "llama model has none", "set etp to 1"]),
+    (TINY, ["critic.router_bias_rate=0.01"], 2, ["critic.router_bias_rate = 0.01", "llama model has no corrections; remove it"]),
     (TINY, ["critic.router_aux_coef=0.01"], 2, ["critic.router_aux_coef = 0.01", "this llama model has none; remove it"]),
     (TINY, ["policy.engine=fsdp2", "policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "2 KV heads", "works is 2"]),
     (
@@ -113,6 +115,17 @@ IMPOSSIBLE = [
             "remove it",
         ],
     ),
+    (SPARSE, [SP, "policy.lora.targets=[gate]"], 2, ['policy.lora.targets = ["gate"]', "mlp.gate chooses or weighs experts"]),
+    (SPARSE, [SP, "critic.lora.targets=[experts.3.up_proj]"], 2, ["critic.lora.targets", "1 of 6 experts are named; name up_proj"]),
+    (
+        SPARSE,
+        [SP, "policy.lora.rank=4", "rollout.adapter=separate"],
+        2,
+        [
+            'rollout.adapter = "separate": no push fills vLLM\'s LoRA layers of experts; set it to merged',
+            "out of policy.lora.targets",
+        ],
+    ),
     (SPARSE, [], 2, ["policy.parallel.sequence_parallel = false", "tp 2 with experts needs it", "set it to true"]),
     (SPARSE, [SP, "reference.parallel.tp=2"], 2, ["reference.parallel.sequence_parallel = false", "tp 2 with experts"]),
     (SPARSE, [SP, "policy.parallel.ep=4"], 4, ["policy.parallel.ep = 4", "does not divide the 6 experts", "divisor of 6"]),
@@ -121,7 +134,7 @@ IMPOSSIBLE = [
     (TINY | {"intermediate_size": 383}, ["policy.parallel.tp=1", "rollout.tp=2"], 2, ["rollout.tp = 2", "383 MLP columns"]),
     (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
     (
-        TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32},
+        SIX,
         ["rollout.tp=4"],
         4,
         ["rollout.tp = 4", "6 KV heads", "neither divides the other", "use 3 or 6"],
@@ -202,8 +215,8 @@ def test_a_layout_of_experts_that_works_passes(tmp_path, overrides, ranks):
 @pytest.mark.parametrize("facts", [TINY, SPARSE], ids=["dense", "experts"])
 def test_sizes_are_refused_exactly_where_a_model_cannot_be_cut_so(facts):
     """The rules against the weight maps: what they refuse is refused with its key before, and nothing else is."""
-    arch, refused = arch_of(facts), 0
-    for tp, cp, pp, vpp, ep, etp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 2, 4), (1, 3, 4), (1, 2, 5)):
+    arch, refused = arch_of(facts | {"num_attention_heads": 8}), 0  # two for each of four ranks
+    for tp, cp, pp, vpp, ep, etp in itertools.product((1, 2, 3, 4), (1, 2), (1, 2, 3), (1, 2, 4), (1, 3, 4), (1, 2, 5)):
         world = tp * cp * pp * ep * etp
         sizes = ParallelConfig(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp, sequence_parallel=tp > 1)
         if next(parallel_problems("policy.parallel", sizes, world), None) is not None:
@@ -290,8 +303,9 @@ def test_roles_must_read_the_policys_tokens(tmp_path):
     path = write_run(tmp_path)
     larger = write_checkpoint(tmp_path / "larger", TINY | {"vocab_size": 65}, tokenizer=False)
     smaller = write_checkpoint(tmp_path / "smaller", TINY | {"vocab_size": 63}, tokenizer=False)
-    for key, model, works in [("critic", larger, True), ("critic", smaller, False), ("reference", larger, False)]:
-        config = load_config(path, [f"{key}.model={model}"])
+    cases = [("critic", larger, True), ("critic", smaller, False), ("reference", larger, False)]
+    for key, model, works in [*cases, ("teacher", larger, True), ("teacher", smaller, False)]:
+        config = load_config(path, [f"{key}.model={model}", "algorithm.distillation.coef=1.0"])
         if works:
             check_layouts(config, read_archs(config), 2)
         else:
@@ -300,7 +314,7 @@ def test_roles_must_read_the_policys_tokens(tmp_path):
 
 
 def test_fine_tuning_is_checked_alike(tmp_path):
-    model = write_checkpoint(tmp_path / "model", tokenizer=False)
+    model = write_checkpoint(tmp_path / "model", SIX, tokenizer=False)
     path = tmp_path / "sft.yaml"
     path.write_text(
         json.dumps({"policy": {"model": str(model), "parallel": {"tp": 4}}, "data": {"train": "t.jsonl", "max_tokens": 200}})

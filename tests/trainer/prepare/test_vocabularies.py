@@ -29,13 +29,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def notes(models: Path, **roles: str) -> list[str]:
     keys = {f"{role}.model": str(models / name) for role, name in {"policy": "policy", **roles}.items()}
-    config = validated(set_keys({"data": {"train": "t.jsonl"}}, keys), TrainConfig)
+    teaches = {"algorithm.distillation.placement": "reward"} if "teacher" in roles else {}
+    config = validated(set_keys({"data": {"train": "t.jsonl"}}, keys | teaches), TrainConfig)
     return list(check_vocabularies(config, load_tokenizer(models / "policy")))
 
 
 @pytest.mark.parametrize("name", ["policy", "same", "longer"])
 def test_the_same_pieces_pass_and_so_do_further_ones(models: Path, name: str) -> None:
-    assert notes(models, critic=name, reference=name) == []
+    assert notes(models, critic=name, reference=name, teacher=name) == []
 
 
 def test_a_model_without_a_tokenizer_is_told(models: Path) -> None:
@@ -43,7 +44,9 @@ def test_a_model_without_a_tokenizer_is_told(models: Path) -> None:
     assert line == "critic.model has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
 
 
-@pytest.mark.parametrize("key, role", [("critic", "critic"), ("reference", "reference"), ("critics.b", "critic_b")])
+@pytest.mark.parametrize(
+    "key, role", [("critic", "critic"), ("reference", "reference"), ("teacher", "teacher"), ("critics.b", "critic_b")]
+)
 def test_pieces_in_another_order_are_refused(models: Path, key: str, role: str) -> None:
     with pytest.raises(
         ValueError, match=rf"^{key}.model = .*other.*: id 4 of its tokenizer is '1', of the policy's '0': the {role}"

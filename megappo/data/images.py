@@ -1,0 +1,368 @@
+"""Images of a run. Its tokens carry them: one id for each feature of an image, `IMAGE_BASE` + the image's number. So nothing else
+of a batch knows of images, no pixel travels between ranks, and an image token that a policy samples is a token like any other.
+
+Every image of a run's sources is resized once, by the model's own processor, and kept as bytes in the cache of prepared data,
+where all ranks map it. Models normalise the bytes that they need (`models/vision.py`); vLLM gets the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.data.cache import Cache, digest
+from megappo.data.sources import Joined, Source, parts_of
+from megappo.runtime.messages import first_line, parse_object
+
+if TYPE_CHECKING:  # numpy is imported where pixels are read: a command with a wrong key ends before
+    import numpy
+    from numpy.typing import NDArray
+
+IMAGE_BASE = 1 << 24
+"""Ids from here on are features of images; every vocabulary is smaller, and 2^31 is far."""
+MARKER = "<image>"
+"""Place of an image in a question."""
+MOST_IMAGES = 16
+"""Of one prompt: vLLM plans its buffers by it."""
+_PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
+_MOST_SIDE_RATIO = 200  # of the processor
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a model's checkpoint says of images in a prompt. processor: directory of preprocessor_config.json. text: of an image in
+    a prompt, with `token` once, where its features come."""
+
+    processor: Path
+    text: str
+    token: int
+    patch: int
+    merge: int
+    frames: int
+
+
+class ImageStore:
+    """Images of a run by number, from 0 in the order in which the sources name them. folder: of the cache."""
+
+    def __init__(self, folder: Path) -> None:
+        import numpy
+
+        self._folder = folder
+        self._meta: Mapping[str, Any] = json.loads((folder / _META).read_text(encoding="utf-8"))
+        self.merge, self.frames = int(self._meta["merge"]), int(self._meta["frames"])
+        # [images, 3] int64: first patch, rows and columns of patches.
+        self._index = numpy.load(folder / _INDEX)
+
+    def __reduce__(self) -> tuple[type[ImageStore], tuple[Path]]:
+        return ImageStore, (self._folder,)  # other processes map the files too
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all pixels as the tower gets them, in order."""
+        return self._meta["sha256"]
+
+    @property
+    def name(self) -> str:
+        """Hash of the images, their order, and how they were processed."""
+        return self._folder.name
+
+    @property
+    def num_bytes(self) -> int:
+        return (self._folder / _PIXELS).stat().st_size
+
+    def number(self, reference: str) -> int:
+        return self._meta["numbers"][reference]
+
+    def grid(self, image: int) -> tuple[int, int]:
+        """Rows and columns of an image's patches."""
+        _, rows, cols = self._index[image].tolist()
+        return rows, cols
+
+    def num_tokens(self, image: int) -> int:
+        rows, cols = self.grid(image)
+        return rows * cols // self.merge**2
+
+    @cached_property
+    def _pixels(self) -> NDArray[numpy.uint8]:
+        import numpy
+
+        return numpy.memmap(self._folder / _PIXELS, numpy.uint8, "r").reshape(-1, self._meta["width"])
+
+    def patches(self, images: Sequence[int]) -> NDArray[numpy.uint8]:
+        """Copy the patches of these images, one after the other: [patches, 3 x patch x patch], in the order of the processor."""
+        import numpy
+
+        spans = [(first, first + rows * cols) for first, rows, cols in self._index[list(images)].tolist()]
+        return numpy.concatenate([self._pixels[start:end] for start, end in spans])
+
+    @property
+    def scaling(self) -> tuple[list[float], list[float]]:
+        """Factor and summand of a byte of each channel, red, green and blue, that make it the tower's input."""
+        std, mean = self._meta["std"], self._meta["mean"]
+        return [1 / 255 / one for one in std], [-centre / one for centre, one in zip(mean, std)]
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """Images of the prompts of a run. key: `data.image_key`. root: see `references`. folders: of the sources' files, by source."""
+
+    key: str
+    root: str | None
+    folders: Mapping[str, Path | None]
+    store: ImageStore
+    places: Places
+
+    def of_record(self, record: Mapping[str, Any], name: str) -> list[int]:
+        """Return the numbers of a record's images. name: as in messages, behind its source. ValueError as `references`."""
+        folder = self.folders[name.rpartition("#")[0]]
+        return [self.store.number(one.name) for one in references(record, self.key, self.root, folder, name)]
+
+    def encoded(self, question: Any, numbers: Sequence[int], encode: Callable[[Any], list[int]], name: str) -> list[int]:
+        """Encode a question with the images in the places of its markers. encode: question -> ids, with one image token for each
+        place. ValueError, with the record's name, if there are more or fewer markers than images."""
+        texts = [question] if isinstance(question, str) else [message["content"] for message in question]
+        marked = sum(text.count(MARKER) for text in texts)
+        if marked != len(numbers):
+            fix = f"every image has its place at one {MARKER} in the question, or is a part {{type: image}} of it"
+            raise ValueError(f"{name}: {marked} {MARKER} for {len(numbers)} images of data.image_key={self.key}: {fix}")
+        if marked > MOST_IMAGES:
+            raise ValueError(f"{name}: {marked} images in a prompt; {MOST_IMAGES} are the most, leave the record out")
+        if isinstance(question, str):
+            ids = encode(question.replace(MARKER, self.places.text))
+        else:
+            ids = encode([{**one, "content": one["content"].replace(MARKER, self.places.text)} for one in question])
+        if ids.count(self.places.token) != marked:
+            what = f"{ids.count(self.places.token)} image tokens (id {self.places.token}) for {marked} {MARKER}"
+            raise ValueError(f"{name}: the prompt has {what}: write {MARKER} where an image stands, and no such tokens")
+        images = iter(numbers)
+        spread = ([one] if one != self.places.token else self._features(next(images)) for one in ids)
+        return [one for part in spread for one in part]
+
+    def _features(self, number: int) -> list[int]:
+        return [IMAGE_BASE + number] * self.store.num_tokens(number)
+
+
+def key_of_images(images: PromptImages | None) -> dict[str, Any]:
+    """Return what the images of prompts add to the key of their rows."""
+    return {} if images is None else {"images": [images.key, images.store.name]}
+
+
+def with_markers(question: Any) -> Any:
+    """Return a list of chat messages with text contents: an image part of a content becomes a marker. Others stay as they are."""
+    if not isinstance(question, list) or not all(isinstance(message, Mapping) for message in question):
+        return question
+    return [{**message, "content": _flat(message.get("content"))} for message in question]
+
+
+def _flat(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts = [MARKER if part.get("type") in ("image", "image_url") else part.get("text") for part in content if part]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+
+
+# ------------------------------------------------------------------------------------------------------- references of records
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An image that a record names. name: path of its file, or the SHA-256 of its bytes. content: the bytes; None: of the file."""
+
+    name: str
+    content: bytes | None = None
+
+    def read(self) -> bytes:
+        return Path(self.name).read_bytes() if self.content is None else self.content
+
+
+def references(record: Mapping[str, Any], key: str, root: str | None, folder: Path | None, name: str) -> list[Reference]:
+    """Return the images of a record under `key`: a path, {bytes or path}, bytes, a data: URI of base64, or a list of such; none
+    if it is null or missing. Paths are relative to `root`, or to `folder`, of the source's file. ValueError names the record."""
+    value = record.get(key)
+    if value is None:
+        return []
+    found = []
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, Mapping):
+            one = one.get("bytes") or one.get("path")
+        try:
+            found.append(_reference(one, Path(root) if root is not None else folder))
+        except ValueError as error:
+            raise ValueError(f"data.image_key={key}: {name}: {error}") from None
+    return found
+
+
+def _reference(value: Any, folder: Path | None) -> Reference:
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            value = base64.b64decode(value.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"a data: URI that is not base64 ({error})") from None
+    if isinstance(value, bytes):
+        return Reference(hashlib.sha256(value).hexdigest(), value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{type(value).__name__} is no image; a path, bytes, or a data: URI is needed")
+    if "://" in value and not value.startswith("file://"):
+        raise ValueError(f"{value[:60]} is a URL, which is never fetched; download it and name the file")
+    path = Path(value.removeprefix("file://"))
+    if not path.is_absolute():
+        if folder is None:
+            raise ValueError(f"{path} is relative and the data set has no folder; set data.image_root")
+        path = folder / path
+    if not path.is_file():
+        raise ValueError(f"image {path} does not exist; correct it, or set data.image_root")
+    return Reference(str(path.absolute()))
+
+
+def folder_of(source: Source) -> Path | None:
+    """Return the folder of a source's file; None for a dataset of a hub."""
+    return source.files[0].absolute().parent if source.files else None
+
+
+# ------------------------------------------------------------------------------------------------------------ building a store
+
+
+def open_images(
+    sources: Iterable[Source | Joined], key: str, root: str | None, places: Places, max_pixels: int | None, cache: Cache
+) -> PromptImages:
+    """Open the images of these sources, processed at the first call. max_pixels: larger ones are made smaller; None: the
+    processor's own limit. ValueError, one line, naming record and file: an image that is missing, broken, animated, in CMYK or too
+    narrow; a processor that transformers cannot build or that does not fit the model."""
+    where: dict[str, str] = {}
+    found: dict[str, Reference] = {}
+    folders: dict[str, Path | None] = {}
+    for source in sources:
+        for part in parts_of(source):
+            folders[part.spec] = folder_of(part)
+            for reference, name in _of_source(part, key, root):
+                found.setdefault(reference.name, reference)
+                where.setdefault(reference.name, name)
+    if not found:
+        raise ValueError(f"data.image_key={key}: no record names an image; correct the key, or leave it out")
+    processor, identity = _processor(places, max_pixels)
+    states = [[name, *_state(one)] for name, one in found.items()]
+    folder = cache.folder({"images": states, **identity}, partial(_build, list(found.values()), where, processor, places))
+    return PromptImages(key, root, folders, ImageStore(folder), places)
+
+
+def _of_source(source: Source, key: str, root: str | None) -> Iterator[tuple[Reference, str]]:
+    folder, row = folder_of(source), 0
+    for batch in source.batches():
+        for record, line in source.records(source.spec, batch):
+            name = f"{source.spec}#{row}" + (f" (line {line})" if line is not None else "")
+            yield from ((one, name) for one in references(record, key, root, folder, name))
+            row += 1
+
+
+def _state(reference: Reference) -> list[int]:
+    if reference.content is not None:
+        return []
+    stat = os.stat(reference.name)
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _processor(places: Places, max_pixels: int | None) -> tuple[Any, dict[str, Any]]:
+    """Build the image processor of a checkpoint; also return all that decides its pixels."""
+    import PIL
+    import transformers
+
+    file = places.processor / "preprocessor_config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{places.processor} has no {file.name}, which says how its model sees images; take it from the checkpoint"
+        )
+    settings = parse_object(file.read_bytes(), str(file))
+    try:
+        processor: Any = transformers.AutoImageProcessor.from_pretrained(
+            str(places.processor), trust_remote_code=False, local_files_only=True, backend="pil"
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(f"transformers cannot build the image processor of {file}: {first_line(error)}") from error
+    for name, mine, theirs in (
+        ("patch_size", processor.patch_size, places.patch),
+        ("merge_size", processor.merge_size, places.merge),
+        ("temporal_patch_size", processor.temporal_patch_size, places.frames),
+    ):
+        if mine != theirs:
+            raise ValueError(f"{file}: {name} {mine} is not the {theirs} of config.json; take both from one checkpoint")
+    if max_pixels is not None:
+        least = processor.size["shortest_edge"]  # in pixels of the whole image, as longest_edge
+        if max_pixels < least:
+            raise ValueError(f"data.max_image_pixels {max_pixels} is less than the {least} of {file}; raise it")
+        processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+    versions = {"transformers": transformers.__version__, "pillow": PIL.__version__}
+    return processor, {"processor": settings, "max_pixels": max_pixels, "versions": versions}
+
+
+def _build(references: Sequence[Reference], where: Mapping[str, str], processor: Any, places: Places, folder: Path) -> None:
+    import numpy
+
+    index, first, content = [], 0, hashlib.sha256()
+    process = partial(_processed, where, processor, places)
+    workers = os.cpu_count() or 1
+    with (folder / _PIXELS).open("wb") as file, ThreadPoolExecutor(workers) as pool:
+        waiting = iter(references)
+        while some := list(islice(waiting, 8 * workers)):  # so many decoded images are in memory
+            for rows, grid in pool.map(process, some):
+                file.write(rows.tobytes())
+                content.update(repr(grid).encode() + rows.tobytes())
+                index.append((first, *grid))
+                first += len(rows)
+    numpy.save(folder / _INDEX, numpy.array(index, dtype=numpy.int64))
+    meta = {
+        "width": 3 * places.patch**2,
+        "merge": places.merge,
+        "frames": places.frames,
+        "mean": list(processor.image_mean),
+        "std": list(processor.image_std),
+        "sha256": digest({"pixels": content.hexdigest(), "mean": list(processor.image_mean), "std": list(processor.image_std)}),
+        "numbers": {one.name: number for number, one in enumerate(references)},
+    }
+    (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _processed(
+    where: Mapping[str, str], processor: Any, places: Places, reference: Reference
+) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
+    """Return an image's patches [patches, 3 x patch x patch], and their rows and columns."""
+    import numpy
+
+    what = reference.name if reference.content is None else "image"
+    try:
+        image = _decoded(reference.read())
+        out = processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"{where[reference.name]}: {what} cannot be used: {first_line(error)}; correct it or leave it out"
+        ) from error
+    _, rows, cols = out["image_grid_thw"][0].tolist()
+    pixels = numpy.asarray(out["pixel_values"]).reshape(rows * cols, 3, places.frames, -1)[:, :, 0]
+    return numpy.clip(numpy.rint(pixels), 0, 255).astype(numpy.uint8).reshape(rows * cols, -1), (rows, cols)
+
+
+def _decoded(content: bytes) -> Any:
+    from PIL.Image import open as open_image
+    from PIL.ImageOps import exif_transpose
+
+    image = open_image(io.BytesIO(content))
+    if getattr(image, "n_frames", 1) > 1:
+        raise ValueError(f"it is animated ({image.n_frames} frames)")  # type: ignore[attr-defined]
+    if image.mode == "CMYK":
+        raise ValueError("it is in CMYK; convert it to RGB")
+    if max(image.size) > _MOST_SIDE_RATIO * min(image.size):
+        raise ValueError(f"its sides {image.size[0]} x {image.size[1]} differ by more than {_MOST_SIDE_RATIO} times")
+    return exif_transpose(image).convert("RGB")

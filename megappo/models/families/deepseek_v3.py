@@ -1,0 +1,68 @@
+"""DeepSeek-V3 and R1, Kimi K2: latent attention, and experts by sigmoid scores with a correction beside shared ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megappo.models.arch import Latent, ModelArch, MoeArch
+from megappo.models.family import Experts, Family, NotImplementedByFamilies, Values, read_moe
+from megappo.models.weight_rules import CORRECTION, LATENT_LAYER, ROUTER, SHARED_EXPERTS
+
+CORRECTED_EXPERTS = Experts(ROUTER, beside=(CORRECTION, *SHARED_EXPERTS))
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True, "rms_norm_eps": 1e-6}
+"""Values that the layers are made for. rms_norm_eps: transformers gives the norms of latents this one, vLLM the file's."""
+
+
+def corrected_moe(values: Values) -> MoeArch:
+    """Read the keys of `CORRECTED_EXPERTS`. ValueError, one line, for a router of another kind."""
+    _require(values, "scoring_func", "topk_method", "moe_layer_freq")
+    first, num_layers = values.get("first_k_dense_replace", 0), values.positive("num_hidden_layers")
+    if first >= num_layers:
+        raise ValueError(f"first_k_dense_replace {first} leaves no layer with experts; use fewer than the {num_layers} layers")
+    groups, top_groups = values.positive_or("n_group", None, 1), values.positive_or("topk_group", None, 1)
+    size = values.positive("moe_intermediate_size") * values.positive_or("n_shared_experts", None, 1)
+    scaling = values.number("routed_scaling_factor", 1.0)
+    moe = read_moe(values, dense_layers=tuple(range(first)), sigmoid=True, scaling=scaling, shared_size=size)
+    of_group, rest = divmod(moe.num_experts, groups)
+    if rest or top_groups > groups or top_groups * of_group < moe.top_k or (groups > 1 and of_group < 2):
+        fix = "n_group has to divide them in groups of two or more, and topk_group groups have to hold the chosen ones"
+        raise ValueError(f"{moe.top_k} of {moe.num_experts} experts with n_group {groups} and topk_group {top_groups}: {fix}")
+    return replace(moe, groups=groups, top_groups=top_groups)
+
+
+def _require(values: Values, *keys: str) -> None:
+    for key in keys:
+        if (found := values.get(key, _ONLY[key])) != _ONLY[key]:
+            raise NotImplementedByFamilies(f"{values.spelled(key)} {found!r} is not supported; only {_ONLY[key]!r} is")
+
+
+def _details(values: Values, arch: ModelArch) -> ModelArch:
+    _require(values, "rope_interleave", "rms_norm_eps")
+    q_rank = values.get("q_lora_rank")
+    sizes = [values.positive(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    latent = Latent(None if q_rank is None else values.positive("q_lora_rank"), *sizes)
+    rope = arch.rope
+    scale = (latent.nope + latent.rope) ** -0.5
+    if rope.mscale_all_dim and rope.factor and rope.factor > 1:  # YaRN's, squared: of queries and of keys
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return replace(
+        arch,
+        latent=latent,
+        head_dim=latent.value,
+        num_kv_heads=arch.num_heads,
+        qk_norm=False,
+        softmax_scale=scale,
+        rope=replace(rope, channels=latent.rope),
+        moe=corrected_moe(values),
+    )
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3",
+    LATENT_LAYER,
+    keys={"num_experts": "n_routed_experts"},
+    experts=CORRECTED_EXPERTS,
+    details=_details,
+)

@@ -1,0 +1,157 @@
+"""Computes what images add to a packed batch: positions, the tower's features, and their places among the embeddings.
+
+A batch's tokens carry the images (`data/images.py`). The tower is transformers' own module, which keeps images apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megappo.data.images import IMAGE_BASE, ImageStore
+from megappo.data.packing import moved
+from megappo.models.arch import ModelArch, VisionArch
+from megappo.models.rope import inverse_frequencies, tables_of
+from megappo.parallel.context import ContextShard
+
+
+class Span(NamedTuple):
+    """Tokens start..end - 1 of a batch, which are features of one image."""
+
+    start: int
+    end: int
+    image: int
+
+
+def spans_of(tokens: Tensor, images: ImageStore | None) -> list[Span]:
+    """Find every image in tokens [T], on the host, in order. One that stands twice in a row has two spans."""
+    found: list[Span] = []
+    places = (tokens >= IMAGE_BASE).nonzero().flatten().tolist()
+    if places:
+        assert images is not None, "tokens of images, and a model without images"
+    at = 0
+    while at < len(places) and images is not None:
+        start, image = places[at], int(tokens[places[at]]) - IMAGE_BASE
+        count = images.num_tokens(image)
+        same = tokens[start : start + count] == IMAGE_BASE + image
+        assert len(same) == count and bool(same.all()), f"image {image} has not {count} tokens in a row from token {start}"
+        found.append(Span(start, start + count, image))
+        at += count
+    return found
+
+
+def positions_of(tokens: Tensor, cu_seqlens: Tensor, images: ImageStore | None) -> Tensor:
+    """Return [3, T] int64 positions (time, height, width) of packed sequences: of a token of text all three are equal, and an image
+    counts for the larger of its features' rows and columns. tokens, cu_seqlens: on the host.
+    As Qwen2-VL has them (arXiv:2409.12191)."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    plain = torch.arange(len(tokens)) - starts.repeat_interleave(ends - starts)
+    found = spans_of(tokens, images)
+    if not found:
+        return plain.expand(3, -1)
+    assert images is not None
+    positions = plain.repeat(3, 1)
+    sequence = torch.bucketize(torch.tensor([span.start for span in found]), ends, right=True).tolist()
+    for (start, end, image), number in zip(found, sequence):
+        rows, cols = (size // images.merge for size in images.grid(image))
+        first, last = int(positions[0, start]), int(ends[number])
+        height, width = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+        positions[:, start:end] = first
+        positions[1, start:end] += height.flatten()
+        positions[2, start:end] += width.flatten()
+        # What follows the image in its sequence counts on from its larger side.
+        positions[:, end:last] -= (end - start) - max(rows, cols)
+    return positions
+
+
+def table_of_axes(axes: Tensor, context: ContextShard | None, arch: ModelArch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Make the rotary table (`rope.rotary_table`) of positions [3, T], of this rank's tokens under context parallel."""
+    assert arch.vision is not None
+    inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
+    axes = axes if context is None else context.take(axes.t().contiguous()).t()
+    return tables_of(mixed_angles(axes[:, :, None].float() * moved(inv_freq, axes.device), arch.vision), factor, dtype)
+
+
+def mixed_angles(angles: Tensor, vision: VisionArch) -> Tensor:
+    """Choose the axis of every channel: [3, T, channels / 2] angles by time, height and width -> [T, channels / 2]."""
+    if not vision.interleaved:
+        return torch.cat([part[axis] for axis, part in enumerate(angles.split(list(vision.sections), dim=-1))], dim=-1)
+    out = angles[0].clone()
+    for axis in (1, 2):
+        channels = slice(axis, 3 * vision.sections[axis], 3)
+        out[:, channels] = angles[axis][:, channels]
+    return out
+
+
+class Seen(NamedTuple):
+    """Images of a batch, each once, and for every token the row of its feature among theirs, -1 for a token of text."""
+
+    images: list[int]
+    rows: Tensor  # [T] int64
+
+
+def seen_in(tokens: Tensor, images: ImageStore | None) -> Seen:
+    """Find the images of tokens [T] on the host."""
+    found = spans_of(tokens, images)
+    starts: dict[int, int] = {}
+    total = 0
+    for start, end, image in found:
+        if image not in starts:
+            starts[image] = total
+            total += end - start
+    rows = torch.full((len(tokens),), -1)
+    for start, end, image in found:
+        rows[start:end] = torch.arange(starts[image], starts[image] + end - start)
+    return Seen(list(starts), rows)
+
+
+def tower_of(vision: VisionArch, dtype: torch.dtype, device: torch.device | int | None = None) -> torch.nn.Module:
+    """Build the tower in transformers' own class, which keeps images apart in its attention."""
+    from transformers import AutoConfig, AutoModel  # here: text-only models do without
+
+    fields = json.loads(vision.config)
+    kind = type(AutoConfig.for_model(fields.pop("model_type"))).sub_configs["vision_config"]
+    with torch.device(device) if device is not None else nullcontext():
+        return AutoModel.from_config(kind(**fields), dtype=dtype, attn_implementation="sdpa")
+
+
+def pixels_of(images: ImageStore, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the tower's input of these images, [patches, 3 x frames x patch x patch]. Normalised as by vLLM's own layer: in fp32,
+    one product and one sum for each value."""
+    patches = moved(torch.from_numpy(images.patches(numbers)), device)
+    scale, shift = (torch.tensor(one, dtype=torch.float32, device=device).view(1, 3, 1) for one in images.scaling)
+    normalised = (patches.view(len(patches), 3, -1) * scale + shift).to(dtype)
+    return normalised[:, :, None].expand(-1, -1, images.frames, -1).reshape(len(patches), -1)
+
+
+def features_of(tower: torch.nn.Module, images: ImageStore, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Compute the features of these images, [M, H]: those that replace embeddings, then those of every layer of deepstack.
+    Without a graph if the tower is frozen."""
+    trained = next((one for one in tower.parameters() if one.requires_grad), None)
+    device = next(tower.parameters()).device
+    grids = torch.tensor([(1, *images.grid(one)) for one in numbers], device=device)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trained is not None):
+        out: Any = tower(pixels_of(images, numbers, device, dtype), grid_thw=grids, return_dict=True)
+    return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+
+
+class Deferred(torch.autograd.Function):
+    """(leaves, embeddings, *features) -> embeddings. Later layers add the leaves, which are `features` cut from the graph; in the
+    backward `features` get the gradient that the leaves have by then.
+
+    Otherwise layers that are recomputed one by one would each go back through the tower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaves: list[Tensor], embeddings: Tensor, *features: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return embeddings.view_as(embeddings)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, grads[0], *(leaf.grad for leaf in ctx.leaves))

@@ -1,0 +1,141 @@
+"""Vision-language architectures that megappo trains: which family the language model is of, and the tensors of the tower.
+
+Their language models are those of `families/`, which know nothing of images. Pure values; `vision.py` computes with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.models.arch import VisionArch
+
+TOWER = "visual."
+"""Beginning of the names of a tower's tensors."""
+_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+# Sections of other modalities, and what transformers' older files write at the top level beside the language model's keys.
+_NOT_OF_TEXT = ("vision_config", "text_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+Tensor = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A vision-language architecture of transformers."""
+
+    architecture: str
+    language: str
+    """Family of the language model."""
+    tower: str
+    """model_type of the tower's config."""
+    tensors: Callable[[Mapping[str, Any]], Iterator[Tensor]]
+    """Tensors of the tower of a vision_config, without `TOWER`."""
+    interleaved: bool = False
+    """Default of mrope_interleaved."""
+    place: str = _PLACE
+    """Text of an image in a prompt, with one image token."""
+
+
+def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
+    yield f"{name}.weight", (rows, cols)
+    yield f"{name}.bias", (rows,)
+
+
+def _norm(name: str, size: int) -> Iterator[Tensor]:
+    yield f"{name}.weight", (size,)
+    yield f"{name}.bias", (size,)
+
+
+def _patches(config: Mapping[str, Any]) -> tuple[int, ...]:
+    return config["hidden_size"], config.get("in_channels", 3), config["temporal_patch_size"], *2 * (config["patch_size"],)
+
+
+def _qwen2_5_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    merged = hidden * config["spatial_merge_size"] ** 2
+    yield "patch_embed.proj.weight", _patches(config)
+    for block in (f"blocks.{number}" for number in range(config["depth"])):
+        yield f"{block}.norm1.weight", (hidden,)
+        yield f"{block}.norm2.weight", (hidden,)
+        yield from _linear(f"{block}.attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}.attn.proj", hidden, hidden)
+        yield from _linear(f"{block}.mlp.gate_proj", inner, hidden)
+        yield from _linear(f"{block}.mlp.up_proj", inner, hidden)
+        yield from _linear(f"{block}.mlp.down_proj", hidden, inner)
+    yield "merger.ln_q.weight", (hidden,)
+    yield from _linear("merger.mlp.0", merged, merged)
+    yield from _linear("merger.mlp.2", config["out_hidden_size"], merged)
+
+
+def _qwen3_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    merged = hidden * config["spatial_merge_size"] ** 2
+    yield "patch_embed.proj.weight", _patches(config)
+    yield "patch_embed.proj.bias", (hidden,)
+    yield "pos_embed.weight", (config["num_position_embeddings"], hidden)
+    for block in (f"blocks.{number}" for number in range(config["depth"])):
+        yield from _norm(f"{block}.norm1", hidden)
+        yield from _norm(f"{block}.norm2", hidden)
+        yield from _linear(f"{block}.attn.qkv", 3 * hidden, hidden)
+        yield from _linear(f"{block}.attn.proj", hidden, hidden)
+        yield from _linear(f"{block}.mlp.linear_fc1", inner, hidden)
+        yield from _linear(f"{block}.mlp.linear_fc2", hidden, inner)
+    deepstack = [f"deepstack_merger_list.{number}" for number in range(len(config["deepstack_visual_indexes"]))]
+    for merger in ("merger", *deepstack):
+        yield from _norm(f"{merger}.norm", hidden if merger == "merger" else merged)
+        yield from _linear(f"{merger}.linear_fc1", merged, merged)
+        yield from _linear(f"{merger}.linear_fc2", config["out_hidden_size"], merged)
+
+
+_ALL = (
+    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl),
+    VisionFamily("Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl", _qwen3_vl, interleaved=True),
+)
+VISION_FAMILIES = {family.architecture: family for family in _ALL}
+"""Architecture of a checkpoint -> its family."""
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the language model's keys of a vision-language config.json, its rotary embedding as that of plain positions. Files of
+    Qwen2.5-VL before transformers 5 have them at the top level."""
+    text = config.get("text_config")
+    found = dict(text) if isinstance(text, Mapping) else {key: value for key, value in config.items() if key not in _NOT_OF_TEXT}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(key), Mapping):
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            found[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    # Both places count, as transformers and vLLM read them.
+    found["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or found.get("tie_word_embeddings"))
+    return found
+
+
+def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
+    """Read the tower of a vision-language config.json. ValueError, one line, for a key that is missing or not supported."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    try:
+        own = {**config["vision_config"], "model_type": family.tower}
+        sections = tuple(rope["mrope_section"])
+        tensors = tuple((TOWER + name, shape) for name, shape in family.tensors(own))
+        return VisionArch(
+            config=json.dumps(own, sort_keys=True),
+            tensors=tensors,
+            image_token=config["image_token_id"],
+            patch=own["patch_size"],
+            merge=own["spatial_merge_size"],
+            frames=own["temporal_patch_size"],
+            sections=sections,
+            interleaved=bool(rope.get("mrope_interleaved", family.interleaved)),
+            deepstack=len(own.get("deepstack_visual_indexes") or ()),
+        )
+    except KeyError as error:
+        raise ValueError(f"config.json of a {family.architecture} has no {error.args[0]}, which its tower needs") from None
+
+
+def checkpoint_name(name: str) -> str:
+    """Return a tensor's name in a vision-language checkpoint as transformers 5 writes it and vLLM reads it."""
+    if name.startswith(TOWER):
+        return f"model.{name}"
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name

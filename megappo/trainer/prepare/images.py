@@ -1,0 +1,78 @@
+"""The images of a run: what its configuration and models have to be for them, and the store that all ranks map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import evaluation_sets, rewards_of
+from megappo.config.layout_checks import reads_trajectories, uses_model
+from megappo.config.role_sections import section_of
+from megappo.config.schema import TrainConfig
+from megappo.config.supervised import AnyConfig, SftConfig
+from megappo.data.cache import Cache
+from megappo.data.images import Places, PromptImages, open_images
+from megappo.data.sources import open_sources
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import arch_for
+from megappo.models.vision_families import VISION_FAMILIES
+from megappo.trainer.prepare.layouts import model_paths
+
+
+def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> PromptImages | None:
+    """Open the images of all prompts of a run; None if `data.image_key` is not set. trains: False for evaluations alone.
+    ValueError, one line, as `check_images` and `open_images`."""
+    if not isinstance(config, TrainConfig | SftConfig) or config.data.image_key is None:
+        return None
+    data = config.data
+    if isinstance(config, TrainConfig):
+        held_out = [one.data for one in evaluation_sets(config).values()]
+    else:
+        held_out = list(config.held_out.values())
+    sources = map(open_sources, [*([data.train] if trains else []), *held_out])
+    _, model = model_paths(config)[config.learner]
+    arch = arch_for(model, section_of(config, config.learner).engine)
+    check_images(config, {config.learner: arch})
+    assert arch.vision is not None, "a model without a tower is refused"
+    text, vision = VISION_FAMILIES[arch.architecture].place, arch.vision
+    places = Places(Path(model), text, vision.image_token, vision.patch, vision.merge, vision.frames)
+    return open_images(sources, config.data.image_key, data.image_root, places, data.max_image_pixels, cache)
+
+
+def image_notes(images: PromptImages | None) -> Iterator[str]:
+    """Yield a line on the images of a run, if it has some."""
+    if images is not None:
+        sizes = [images.store.num_tokens(one) for one in range(len(images.store))]
+        yield (
+            f"data.image_key={images.key}: {len(sizes):,} images of {min(sizes):,} to {max(sizes):,} tokens, "
+            f"{images.store.num_bytes / 2**20:,.1f} MiB of pixels in the cache; time and activations of towers are not planned"
+        )
+
+
+def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
+    """ConfigError, one line, for a model without a tower, for towers of other patches, and for keys that do not go with images.
+    archs: by role."""
+    if not isinstance(config, TrainConfig | SftConfig) or (key := config.data.image_key) is None:
+        return
+    beside = [("teacher" in archs, "a teacher")]
+    if isinstance(config, TrainConfig):
+        beside += [
+            (config.rollout.environment is not None, "rollout.environment"),
+            (config.rollout.max_staleness is not None, "rollout.max_staleness"),
+            (reads_trajectories(config), "critic.warmup.trajectories"),
+            (any(map(uses_model, rewards_of(config))), "a reward model"),
+        ]
+    for is_set, what in beside:
+        if is_set:
+            raise ConfigError(problem("data.image_key", key, f"images with {what} are not there yet; remove one of the two"))
+    first = archs[config.learner].vision
+    for role, arch in archs.items():
+        named, path = model_paths(config)[role]
+        if arch.vision is None or first is None:
+            fix = f"{named} {path} ({arch.architecture}) reads text alone; models with a tower are {', '.join(VISION_FAMILIES)}"
+            raise ConfigError(problem("data.image_key", key, fix))
+        for name in ("patch", "merge", "frames"):
+            if (theirs := getattr(arch.vision, name)) != (ours := getattr(first, name)):
+                fix = f"its tower differs from that of {config.learner} ({name} {theirs}, not {ours}): both see the same patches"
+                raise ConfigError(problem(named, path, fix))

@@ -1,0 +1,180 @@
+"""Images of prompts: how records name them, the tokens that carry them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from megappo.data.cache import Cache
+from megappo.data.images import IMAGE_BASE, PromptImages, open_images
+from megappo.data.prompt_rows import PromptRules, prompts_of
+from megappo.data.prompts import PromptFormat
+from megappo.data.sources import open_source
+from megappo.data.tokenizers import load_tokenizer
+from tests.models.vision_cases import IMAGE_TOKEN, PICTURES, images_of, places_of, squares, write_questions, write_vision_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_questions(folder)
+    write_vision_checkpoint(folder / "model", "qwen3_vl")
+    return folder
+
+
+def opened(
+    folder: Path, records: list[dict[str, Any]], name: str, max_pixels: int | None = None, root: str | None = None
+) -> PromptImages:
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    source = open_source(str(file))
+    return open_images([source], "images", root, places_of(folder / "model"), max_pixels, Cache(folder / "cache"))
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, **{"format": "PNG", **options})
+    return out.getvalue()
+
+
+def test_pixels_are_the_processors(folder: Path) -> None:
+    from transformers import AutoImageProcessor
+
+    from megappo.models.vision import pixels_of
+
+    store = images_of(folder / "model", folder / "questions.jsonl", folder / "cache").store
+    processor: Any = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    pictures = [squares(counts, size, seed=number) for number, (counts, size) in enumerate(PICTURES)]
+    theirs = processor(images=pictures, return_tensors="pt")
+    mine = pixels_of(store, range(len(store)), torch.device("cpu"), torch.float32)
+    assert (mine - theirs["pixel_values"]).abs().max() < 1e-6
+    assert [(1, *store.grid(one)) for one in range(len(store))] == [tuple(one) for one in theirs["image_grid_thw"].tolist()]
+
+
+def test_an_image_is_known_by_its_content_or_path_once(folder: Path) -> None:
+    content = png(squares({"red": 1}, (64, 64), seed=9))
+    uri = "data:image/png;base64," + base64.b64encode(content).decode()
+    records = [
+        {"prompt": "<image><image>", "images": ["0.png", uri]},
+        {"prompt": "<image>", "images": {"path": str(folder / "0.png"), "bytes": None}},
+        {"prompt": "<image>", "images": uri},
+        {"prompt": "none", "images": None},
+    ]
+    images = opened(folder, records, "forms")
+    source = "x"
+    images = PromptImages(images.key, None, {source: folder}, images.store, images.places)
+    assert [images.of_record(one, f"{source}#0") for one in records] == [[0, 1], [0], [1], []]
+    # A hub's images are bytes.
+    assert images.of_record({"images": [{"bytes": content, "path": "elsewhere.png"}]}, f"{source}#0") == [1]
+
+
+def test_tokens_carry_the_images(folder: Path) -> None:
+    tokenizer, file = load_tokenizer(folder / "model"), folder / "questions.jsonl"
+    images = images_of(folder / "model", file, folder / "cache")
+    rules = PromptRules("prompt", "answer", PromptFormat(chat_template=False), max_prompt_tokens=40)
+    prompts = prompts_of(open_source(str(file)), tokenizer, rules, Cache(folder / "cache"), images)
+    two = prompts[2]
+    assert two.text == "Two <image><image>" and two.answer == "1"
+    runs = [IMAGE_BASE + 1] * 6 + [260, 259] + [IMAGE_BASE + 2] * 10
+    assert list(two.tokens[4:]) == [259, *runs, 260]
+    # Features count: sixteen of the largest picture.
+    short = prompts_of(
+        open_source(str(file)), tokenizer, PromptRules("prompt", "answer", rules.format, 20), Cache(folder / "cache"), images
+    )
+    assert [one.id.rpartition("#")[2] for one in short.prompts] == ["0", "1", "4"] and short.num_overlong == 2
+
+
+def test_parts_of_messages_are_markers(folder: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    records = [{"prompt": [{"role": "user", "content": parts}], "answer": "1", "images": ["0.png"]}]
+    images = opened(folder, records, "parts")
+    rules = PromptRules("prompt", "answer", PromptFormat(), max_prompt_tokens=60)
+    source, cache = open_source(str(folder / "parts.jsonl")), Cache(folder / "cache")
+    [prompt] = prompts_of(source, load_tokenizer(folder / "model"), rules, cache, images).prompts
+    assert prompt.text == "<image>How many?" and prompt.tokens.count(IMAGE_BASE) == 4 and IMAGE_TOKEN not in prompt.tokens
+
+
+def test_a_limit_makes_large_images_smaller(folder: Path) -> None:
+    records = [{"prompt": "<image>", "images": "3.png"}]
+    assert opened(folder, records, "whole").store.num_tokens(0) == 16
+    assert opened(folder, records, "limited", max_pixels=64 * 64).store.num_tokens(0) == 4
+
+
+def animated() -> bytes:
+    return png(squares({}, (64, 64)), format="GIF", save_all=True, append_images=[squares({"red": 1}, (64, 64))])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("absent.png", "images#0 (line 1): image .*absent.png does not exist; correct it, or set data.image_root"),
+        ("https://example.com/a.png", "is a URL, which is never fetched"),
+        (7, "int is no image"),
+        ("data:image/png;base64,!!", "not base64"),
+        ("broken.png", "broken.png cannot be used: .*correct it or leave it out"),
+        ("moves.gif", "it is animated"),
+        ("print.jpg", "it is in CMYK; convert it to RGB"),
+        ("line.png", "differ by more than 200 times"),
+    ],
+)
+def test_a_bad_image_is_refused_in_one_line(folder: Path, value: Any, words: str) -> None:
+    (folder / "broken.png").write_bytes(png(squares({}, (64, 64)))[:99])
+    (folder / "moves.gif").write_bytes(animated())
+    Image.new("CMYK", (64, 64)).save(folder / "print.jpg")
+    Image.new("RGB", (900, 4)).save(folder / "line.png")
+    records = [{"prompt": "<image>", "images": value}]
+    with pytest.raises(ValueError, match=words.replace("images#0 (line 1)", r"bad.jsonl#0 \(line 1\)")) as error:
+        opened(folder, records, "bad")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "words"),
+    [
+        ("<image>", ["0.png", "1.png"], "1 <image> for 2 images"),
+        ("<image> and <image>", ["0.png"], "2 <image> for 1 images"),
+        ("<image><|image_pad|>", ["0.png"], "2 image tokens .* for 1 <image>"),
+        ("<image>" * 17, ["0.png"] * 17, "17 images in a prompt; 16 are the most"),
+    ],
+)
+def test_every_image_has_its_marker(folder: Path, prompt: str, images: list[str], words: str) -> None:
+    records = [{"prompt": prompt, "answer": "1", "images": images}]
+    found = opened(folder, records, "markers")
+    rules = PromptRules("prompt", "answer", PromptFormat(chat_template=False), max_prompt_tokens=60)
+    with pytest.raises(ValueError, match=words):
+        prompts_of(
+            open_source(str(folder / "markers.jsonl")), load_tokenizer(folder / "model"), rules, Cache(folder / "cache"), found
+        )
+
+
+def test_a_key_that_no_record_has_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="data.image_key=images: no record names an image"):
+        opened(folder, [{"prompt": "no", "answer": "1"}], "keyless")
+
+
+def test_a_processor_of_other_patches_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path, "qwen3_vl")
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"patch_size": 16', '"patch_size": 14'))
+    with pytest.raises(ValueError, match="patch_size 14 is not the 16 of config.json"):
+        images_of(tmp_path, folder / "questions.jsonl", tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="has no preprocessor_config.json"):
+        images_of(tmp_path, folder / "questions.jsonl", tmp_path)
+
+
+def test_other_processes_map_the_same_files(folder: Path) -> None:
+    import pickle
+
+    store = images_of(folder / "model", folder / "questions.jsonl", folder / "cache").store
+    sent = pickle.dumps(store)
+    assert len(sent) < 1000
+    assert numpy.array_equal(pickle.loads(sent).patches([2, 0]), store.patches([2, 0]))

@@ -1,0 +1,90 @@
+"""Architectures with towers, and the positions of tokens and images, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.data.images import IMAGE_BASE
+from megappo.data.packing import pack
+from megappo.models.hf_config import arch_for, arch_of, read_arch
+from megappo.models.vision import positions_of, seen_in
+from megappo.models.weight_check import check_headers
+from tests.models.vision_cases import IMAGE_TOKEN, KINDS, Sample, images_of, inputs_of, write_questions, write_vision_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    write_questions(folder)
+    for kind in KINDS:
+        write_vision_checkpoint(folder / kind, kind)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tensors_are_those_of_transformers(folder: Path, kind: str) -> None:
+    left_out = check_headers(folder / kind, read_arch(folder / kind), None)  # raises if one is missing or of another shape
+    assert left_out.others == () and left_out.head is None
+
+
+def test_keys_at_the_top_level_are_the_language_models(folder: Path) -> None:
+    """Qwen2.5-VL's files on the hub, with their name of the rotary embedding."""
+    config = json.loads((folder / "qwen2_5_vl" / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope["rope_theta"]}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    assert arch_of(flat) == read_arch(folder / "qwen2_5_vl")
+    del flat["vision_config"]["patch_size"]
+    with pytest.raises(ValueError, match="has no patch_size, which its tower needs"):
+        arch_of(flat)
+
+
+def test_fsdp2_refuses_a_tower_in_one_line(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match="engine fsdp2 does not run the tower of Qwen3VLForConditionalGeneration; set engine megatron"
+    ):
+        arch_for(folder / "qwen3_vl", "fsdp2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_transformers(folder: Path, kind: str) -> None:
+    images: Any = images_of(folder / kind, folder / "questions.jsonl", folder / "cache")
+    store = images.store
+
+    def image(number: int) -> list[int]:
+        return [IMAGE_BASE + number] * store.num_tokens(number)
+
+    # None; one; three, the same one twice; one at an end; a sampled image token, which is one of text.
+    coded = [
+        [5, 6],
+        [5, *image(2), 6, 7],
+        [*image(1), 5, *image(3), 6, *image(1), 8],
+        [9, *image(0)],
+        [3, *image(0), IMAGE_TOKEN, 4],
+    ]
+    shown = [[], [2], [1, 3, 1], [0], [0]]
+    batch = pack(coded)
+    mine = positions_of(batch.tokens, batch.cu_seqlens, store).split(batch.lengths.tolist(), dim=1)
+    model: Any = KINDS[kind][1].from_pretrained(folder / kind)
+    for ids, numbers, found in zip(coded, shown, mine, strict=True):
+        sample = Sample.of(ids, numbers)
+        given = inputs_of(sample, images)
+        theirs = torch.arange(len(ids)).expand(3, -1)
+        if numbers:
+            keys = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+            theirs = model.model.get_rope_index(**{key: given[key] for key in keys})[0][:, 0]
+        assert torch.equal(found, theirs)
+    assert seen_in(batch.tokens, store).images == [2, 1, 3, 0]
+
+
+def test_a_part_of_an_image_is_no_image(folder: Path) -> None:
+    store = images_of(folder / "qwen3_vl", folder / "questions.jsonl", folder / "cache").store
+    cut = pack([[IMAGE_BASE] * 3])
+    with pytest.raises(AssertionError, match="has not 4 tokens in a row"):
+        positions_of(cut.tokens, cut.cu_seqlens, store)

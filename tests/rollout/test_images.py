@@ -1,0 +1,113 @@
+"""Prompts with images in vLLM: its log-probs are the trainer's, over pushes of changed towers, with tp 1 and 2."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from megappo.parallel import cpu_patches
+from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.rollout.types import Request, SamplingParams
+from tests.engine.test_images import samples_of
+from tests.models.vision_cases import KINDS, write_questions, write_vision_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.policies import distance, make_policy
+from tests.rollout.responses import generate_all
+from tests.worlds import spawn_world
+
+TOLERANCE = 1e-4
+# kind -> (tp of vLLM, layout of the policy)
+CASES: dict[str, tuple[int, dict[str, Any]]] = {"qwen2_5_vl": (1, {"pp": 2}), "qwen3_vl": (2, {"tp": 2})}
+SAMPLING, GREEDY = (SamplingParams(max_tokens=8, temperature=temperature) for temperature in (1.0, 0.0))
+
+
+def of_two_ranks(_rank: int, folder: str) -> dict[str, Any]:
+    from megappo.rollout.vllm_images import restore_normalisation
+
+    cpu_patches.install()
+    found = {}
+    for kind, (tp, layout) in CASES.items():
+        path = str(Path(folder, kind))
+        samples, images = samples_of(Path(folder), kind)
+        policy = make_policy(path, ParallelLayout(2, **layout))
+        for chunk in policy.engine._engine.chunks:
+            chunk.images = images.store
+        # Prompts alone, without the answers of the samples.
+        asked = [Request(number, numpy.array(one.coded[:-7]), seed=number) for number, one in enumerate(samples)]
+
+        def far() -> float:
+            return distance(policy, asked, generate_all(engine, asked, SAMPLING))
+
+        with contextlib.closing(make_engine(path, tp, images=images.store)) as engine:
+            engine.connect(policy.engine)
+            found[kind] = of_kind = {"verified": engine.push_weights(1)["verified"], "pushed": far()}
+            before = generate_all(engine, asked, SAMPLING)
+            samplers = engine, MegatronRollout(policy.engine._engine)
+            best, same = ([one.tokens.tolist() for one in generate_all(sampler, asked, GREEDY)] for sampler in samplers)
+            of_kind["both samplers"] = best == same
+            scale_tower(policy, 1.3)
+            of_kind["stale"] = distance(policy, asked, before)
+            engine.push_weights(2)
+            of_kind["pushed again"] = far()
+            scale_tower(policy, 0.7)
+            with unsalted(engine):
+                far()
+                engine.push_weights(3)
+                of_kind["old features"] = far()
+            of_kind["new features"] = far()
+            worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+            with torch.inference_mode():
+                for buffer in worker.get_model().visual.input_norm.buffers():
+                    buffer.fill_(0.01)
+            engine.push_weights(4)
+            of_kind["other constants"] = far()
+            with engine.in_world():
+                restore_normalisation(worker)
+            engine.push_weights(5)
+            of_kind["restored constants"] = far()
+    return found
+
+
+def scale_tower(policy: Any, factor: float) -> None:
+    with torch.no_grad():
+        for name, parameter in policy.engine.named_parameters().items():
+            if name.startswith("visual.") and "merger" in name:
+                parameter.mul_(factor)
+
+
+@contextlib.contextmanager
+def unsalted(engine: Any) -> Any:
+    """Features of images are found again after a push, as without the version in their key."""
+    engine._cache_salt = lambda: "always"
+    yield
+    del engine._cache_salt
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("images")
+    write_questions(folder)
+    for kind in KINDS:
+        write_vision_checkpoint(folder / kind, kind)
+        samples_of(folder, kind)
+    return spawn_world(of_two_ranks, 2, str(folder), timeout_s=400)[0]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_sampler_sees_what_the_trainer_sees(found, kind: str) -> None:
+    assert found[kind]["verified"] == 1.0 and found[kind]["both samplers"]
+    for when in ("pushed", "pushed again", "new features", "restored constants"):
+        assert found[kind][when] < TOLERANCE, when
+
+
+@pytest.mark.parametrize("fault", ["stale", "old features", "other constants"])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_fault_is_seen(found, kind: str, fault: str) -> None:
+    """Negative control."""
+    assert found[kind][fault] > 100 * TOLERANCE
