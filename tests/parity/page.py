@@ -44,7 +44,9 @@ def main() -> None:
         faulty = spawn_world(test_faults.measure_all, 1, test_faults.jobs_alone(models), timeout_s=900)[0]
         faulty |= spawn_world(test_faults.measure_all, 2, test_faults.jobs_between(models), timeout_s=900)[0]
         chosen = {model: named[model] for model in replay.REPLAYED}
-        replayed = {size: spawn_world(replay.replay_world, size, chosen, timeout_s=900)[0] for size in (1, 2)}
+        replayed = {
+            size: spawn_world(replay.replay_world, size, chosen, replay.FSDP2_REPLAYED, timeout_s=900)[0] for size in (1, 2)
+        }
     template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
     tables = {
         "machine": f"{platform.machine()}, CPU, fp32, gloo",

@@ -57,8 +57,8 @@ REPLAY = {
 Curves = dict[str, list[float]]
 
 
-def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """model -> title -> Measured over all steps, with the distributed optimizer. Of rank 0 alone."""
+def replay_world(rank: int, folders: Mapping[str, str], fsdp2: Mapping[str, Mapping[int, list[str]]]) -> dict[str, dict[str, Any]]:
+    """model -> title -> Measured over all steps, with the distributed optimizer. Of rank 0 alone. fsdp2: as `FSDP2_REPLAYED`."""
     from megappo.parallel import cpu_patches
 
     cpu_patches.install()
@@ -69,7 +69,7 @@ def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, A
         for case in REPLAYED[model].get(size, []):
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles, REPLAY, rollouts, gradients=False)
-        for name in FSDP2_REPLAYED.get(model, {}).get(size, []):
+        for name in fsdp2.get(model, {}).get(size, []):
             with roles_of(FSDP2_CASES.get(name, {})) as roles:
                 measured[model][name] = measure_case(folder, roles, {**REPLAY, **FSDP2[name]}, rollouts, gradients=False)
     return measured if rank == 0 else {}
@@ -142,7 +142,7 @@ def write_golden() -> None:
         folders = {model: str(Path(folder, model)) for model in REPLAYED}
         for model in folders:
             write_models(Path(folders[model]), model)
-        (alone,) = spawn_world(replay_world, 1, folders)
+        (alone,) = spawn_world(replay_world, 1, folders, {})
     golden = {
         model: {name: [float(f"{value:.7g}") for value in values] for name, values in curves(found["tp1 pp1 dp1"]).items()}
         for model, found in alone.items()

@@ -30,10 +30,15 @@ CUT = [
 
 
 @pytest.fixture(scope="module")
-def replayed(models):
-    """world size -> model -> title -> Measured"""
+def replayed(models, request):
+    """world size -> model -> title -> Measured. FSDP2, as long as all of Megatron's layouts, only if a test asks for it."""
     folders = {model: str(models[model]) for model in REPLAYED}
-    return {size: spawn_world(replay_world, size, folders, timeout_s=500)[0] for size in (1, 2)}
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    fsdp2 = {
+        model: {size: [n for n in names if n in asked] for size, names in by_size.items()}
+        for model, by_size in FSDP2_REPLAYED.items()
+    }
+    return {size: spawn_world(replay_world, size, folders, fsdp2, timeout_s=500)[0] for size in (1, 2)}
 
 
 @pytest.mark.parametrize("model, size, name", CUT)
