@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests.commands.launch import guard
 from tests.commands.launch.guard import belonging
 
 ROOT = Path(__file__).parents[3]
@@ -43,3 +48,24 @@ def test_nothing_is_left_of_a_cluster_whose_owner_was_killed() -> None:
             owner.kill()
             owner.wait()
         assert wait_until(lambda: not belonging(configuration))
+
+
+def test_a_slurmstepd_that_hangs_without_a_task_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name and its tasks are all that the guard looks at: a shell of that name stands for it."""
+    program = shutil.copy("/bin/bash", tmp_path / "slurmstepd")
+    configuration = f"{tmp_path}/slurm.conf"
+    start = {"env": {"SLURM_CONF": configuration}, "stdin": subprocess.PIPE}
+    with (
+        subprocess.Popen([program, "-c", "read"], **start) as hung,
+        subprocess.Popen([program, "-c", "/bin/cat <&0 & wait"], **start) as busy,
+    ):
+        assert wait_until(lambda: len(belonging(configuration)) == 3)
+        without_tasks: dict = {}
+        guard.end_hung_steps(configuration, without_tasks)
+        assert [process.pid for process in without_tasks] == [hung.pid] and hung.poll() is None
+        monkeypatch.setattr(guard, "HUNG_S", 0.0)
+        guard.end_hung_steps(configuration, without_tasks)
+        assert hung.wait(20) == -signal.SIGKILL and busy.poll() is None
+        assert busy.stdin is not None
+        busy.stdin.close()
+        assert busy.wait(20) == 0
