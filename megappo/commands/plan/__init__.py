@@ -16,7 +16,7 @@ def add_command(command: AddCommand) -> None:
     plan.add_argument(
         "--gpu",
         metavar="NAME",
-        help="plan for a profile of `megappo tune`, and price a step whose responses are as long as allowed",
+        help="plan for a profile of `megappo tune`, and price a step whose responses, or examples, are as long as allowed",
     )
     plan.add_argument(
         "--shapes-only",
@@ -38,8 +38,10 @@ def main(args: argparse.Namespace) -> int:
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
     from megappo.commands.plan.plot import PICTURES, plot
     from megappo.commands.plan.run import plan_here
-    from megappo.commands.tune.written import line_of_plan
+    from megappo.commands.plan.supervised import unpassed_roles
+    from megappo.commands.tune.written import lines_of_plan
     from megappo.config.output_file import check_output_file
+    from megappo.config.supervised import SupervisedConfig
     from megappo.telemetry.hardware import load_hardware
 
     target = None if args.plot is None else check_output_file("--plot", args.plot, PICTURES)
@@ -51,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     planned = plan_here(config, ranks, gib, resume=args.resume, shapes_only=args.shapes_only, device=device)
     print(planned.report(), end="")
     if hardware is not None:
-        print(f"\nstep\n  {line_of_plan(planned.plan, hardware)}")
+        unpassed = unpassed_roles(config) if isinstance(config, SupervisedConfig) else frozenset[str]()
+        print("\n  ".join(["\nstep", *lines_of_plan(planned.plan, hardware, unpassed)]))
     if planned.plan.device == "cpu" and config.run.device == "auto":
         print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")
     if target is not None:

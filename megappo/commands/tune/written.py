@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,16 +72,17 @@ def written_facts(choice: Choice) -> dict[str, Any]:
     return {"step_seconds": choice.total_s, "parts": [part._asdict() for part in parts_of(choice)]}
 
 
-def line_of_plan(plan: Plan, hardware: Hardware) -> str:
-    """The step of a planned run in one line, whose responses are all as long as allowed."""
-    if not plan.samples:
-        return "unknown: the model of a step has a policy that samples"
+def lines_of_plan(plan: Plan, hardware: Hardware, unpassed: frozenset[str]) -> list[str]:
+    """The step of a planned run in a few lines; responses, or examples, are all as long as allowed. unpassed: see `Workload`."""
+    if not plan.samples and not plan.is_supervised:
+        return ["unknown: the model of a step has a policy that samples, or examples"]
     machine = Machine(plan.world_size, hardware)
-    choice = Search(plan.config, plan.archs, machine, workload_of(plan.config), ()).as_written()
+    workload = replace(workload_of(plan.config), given=plan.is_supervised, unpassed=unpassed)
+    choice = Search(plan.config, plan.archs, machine, workload, ()).as_written()
     said = (
         f"{part.name} {figures(part.seconds)}{f' ({part.limit})' if part.limit else ''}"
         if part.seconds is not None
         else f"{part.name} unknown"
         for part in parts_of(choice)
     )
-    return f"about {figures(choice.total_s)} s a step: {', '.join(said)}"
+    return textwrap.wrap(f"about {figures(choice.total_s)} s a step: {', '.join(said)}", 110, break_on_hyphens=False)

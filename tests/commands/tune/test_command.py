@@ -217,8 +217,10 @@ def test_a_configuration_is_priced_as_it_is_written(tmp_path, capsys):
     assert tune(capsys, path, "--gpu", "h200", "--as-is", "--json", facts, *small)[0] == 0
     longest = json.loads(facts.read_text())["step_seconds"]
     assert cli.main(["plan", str(path), "--gpu", "h200", "--shapes-only", *small]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"  about {figures(longest)} s a step: generate ") and ", reward (url) unknown" in line
+    lines = capsys.readouterr().out.split("\nstep\n")[1].splitlines()
+    assert all(line.startswith("  ") and len(line) <= 112 for line in lines)
+    line = " ".join(line.strip() for line in lines)
+    assert line.startswith(f"about {figures(longest)} s a step: generate ") and ", reward (url) unknown" in line
 
 
 @pytest.mark.slow

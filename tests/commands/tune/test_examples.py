@@ -9,6 +9,7 @@ import pytest
 
 from megappo.commands import cli
 from megappo.telemetry.hardware import load_hardware
+from megappo.telemetry.tables import figures
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
 LLAMA = Path(__file__).parents[3] / "configs" / "models" / "Llama-3.2-1B-Instruct"
@@ -48,6 +49,11 @@ def test_a_step_is_its_update_and_the_passes_of_its_loss(tmp_path, capsys):
     least = 6 * PARAMETERS * tokens / (hardware.bf16_tflops * 1e12 * hardware.matmul_share)
     assert least < once["policy update"] < 2 * least
     assert beside["reference log-probs"] == pytest.approx(once["policy update"] / 3, rel=0.1)
+    where = ["--world-size", "1", "--gpu", "h100", "--shapes-only", f"policy.model={LLAMA}", "policy.recompute=none"]
+    capsys.readouterr()
+    assert cli.main(["plan", str(RECIPES / "dpo.yaml"), *where, "reference.every_step=true", "policy.dtype=bf16"]) == 0
+    reference, update = (figures(seconds) for seconds in beside.values())
+    assert f"reference log-probs {reference} (compute), policy update {update} (compute)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
