@@ -5,8 +5,9 @@ the same order, with the same AdamW; the losses of the first steps must agree, o
 batch without padding. TRL pads a batch to its longest example, or joins it (`padding_free`, which its DPO lacks); its DPO computes
 the reference in every step, or once before. Runs of all alternate. The first steps of each run are left out.
 
-PATH is the Python of an environment with TRL, which this one need not be:
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0
+PATH is the Python of an environment with TRL 1.16 and this one's torch, which is installed first:
+    torch=$(python -c 'from megappo.runtime.versions import pinned; print(pinned("torch"))')
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install "$torch" && /tmp/trl/bin/pip install trl==1.16.0
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _first_failure(folder: str, world_size: int) -> str:
 
 
 def spawn_world(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, method: Sequence[str] = ()
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 900.0, method: Sequence[str] = ()
 ) -> list[Any]:
     """Run `fn(rank, *args)` on every rank of a new gloo world; returns the ranks' results, which must be picklable.
 

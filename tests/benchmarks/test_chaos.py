@@ -36,7 +36,7 @@ def task(tmp_path_factory) -> Path:
     config = small_config(folder, "clean", steps=STEPS, **KEYS)
     # Without effect, and refused.
     del config["telemetry"]["trajectories_per_step"], config["data"]["eval"], config["trainer"]["eval_every"]
-    spawn_world(run_many, 2, [(config, False)], timeout_s=300)
+    spawn_world(run_many, 2, [(config, False)])
     config["run"]["name"] = "small"
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
     return folder

@@ -15,7 +15,7 @@ EVERYTHING = {"policy model", "policy optimizer", "critic model", "critic optimi
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return spawn_world(world_main, 2, str(tmp_path_factory.mktemp("two")), timeout_s=300)
+    return spawn_world(world_main, 2, str(tmp_path_factory.mktemp("two")))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("overlapping")])

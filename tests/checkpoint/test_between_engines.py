@@ -20,7 +20,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     for checkpoint in {checkpoint for checkpoint, _ in (*MODELS.values(), *EXPERTS.values())}:
         write_checkpoint(folder / checkpoint, checkpoint)
     write_checkpoint(folder / "qwen3 wide", "qwen3", intermediate_size=128)
-    return spawn_world(world_main, 2, str(folder), timeout_s=400)
+    return spawn_world(world_main, 2, str(folder))
 
 
 @pytest.mark.parametrize("model", ["policy", "policy tied", "bf16", *EXPERTS])

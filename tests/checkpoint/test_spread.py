@@ -12,12 +12,12 @@ SCALARS = 1024  # bytes: step numbers and the like
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return spawn_world(world_main, 4, str(tmp_path_factory.mktemp("four")), timeout_s=300)
+    return spawn_world(world_main, 4, str(tmp_path_factory.mktemp("four")))
 
 
 @pytest.fixture(scope="module", params=[1, 4])
 def dp(request, tmp_path_factory):
-    return spawn_world(memory_main, request.param, str(tmp_path_factory.mktemp("dp")), timeout_s=300)
+    return spawn_world(memory_main, request.param, str(tmp_path_factory.mktemp("dp")))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -255,7 +255,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def world(folder) -> dict[str, Any]:
-    return spawn_world(run_of_two, 2, str(folder), timeout_s=400)[0]
+    return spawn_world(run_of_two, 2, str(folder))[0]
 
 
 def read(path: Path, kind: str = "CausalLM", **settings: Any) -> Any:

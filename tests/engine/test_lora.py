@@ -332,12 +332,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder) -> list[dict[Any, Any]]:
-    return spawn_world(run_world, 2, str(folder), timeout_s=500)
+    return spawn_world(run_world, 2, str(folder))
 
 
 @pytest.fixture(scope="module")
 def four(folder) -> list[dict[Any, Any]]:
-    return spawn_world(run_world, 4, str(folder), timeout_s=500)
+    return spawn_world(run_world, 4, str(folder))
 
 
 def losses_of_rows() -> dict[bool, Any]:

@@ -32,12 +32,12 @@ def on_the_device(cuda_python, folders) -> dict:
         for name in CASES[model]
     ]
     scenarios.append(Scenario(f"llama {NOT_SUMMED}", "tests.host_cuda.parity_cases:without_sums", (folders["llama"],)))
-    return run_world(cuda_python, scenarios, 2, timeout_s=500)
+    return run_world(cuda_python, scenarios, 2)
 
 
 @pytest.fixture(scope="module")
 def alone(cuda_python, folders) -> dict:
-    return spawn_world(on_the_cpu, 1, folders, timeout_s=300)[0]
+    return spawn_world(on_the_cpu, 1, folders)[0]
 
 
 def found(on_the_device: dict, model: str, name: str):

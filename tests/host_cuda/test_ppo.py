@@ -76,7 +76,7 @@ def quickstart(cuda_python, tmp_path_factory) -> Path:
 def on_cpu(cuda_python, folder: Path, quickstart: Path) -> dict[str, list[dict[str, Any]]]:
     """Metrics of the small run and of the quickstart."""
     configs = {"small": config_of(folder, "cpu", STEPS, "cpu"), "quickstart": quickstart_config(quickstart, "cpu", "cpu")}
-    spawn_world(train_all, 2, list(configs.values()), timeout_s=400)
+    spawn_world(train_all, 2, list(configs.values()))
     return {name: metrics_of(config) for name, config in configs.items()}
 
 
@@ -104,7 +104,7 @@ def on_device(cuda_python, folder: Path, quickstart: Path) -> dict[str, list]:
     scenarios.append(Scenario("advantages", "tests.host_cuda.advantages_cases:both"))
     scenarios.append(Scenario("cuda", f"{runs}:train_and_count_waits", (config_of(folder, "cuda", HALF, "cuda", kernels="cuda"),)))
     scenarios.append(Scenario("resumed", f"{runs}:train_once", (config_of(folder, "halves", STEPS, "cuda"), True)))
-    return run_world(cuda_python, scenarios, 2, timeout_s=550, environment=environment, fused_optimizers="1")
+    return run_world(cuda_python, scenarios, 2, environment=environment, fused_optimizers="1")
 
 
 def found(on_device: dict[str, list], name: str) -> list:

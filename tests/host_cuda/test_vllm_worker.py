@@ -27,7 +27,7 @@ def world(cuda_python, tmp_path_factory) -> dict:
     scenarios = [Scenario("prepare", where + "prepare")]
     scenarios += [Scenario(name, where + "pushed_and_asked", (str(model), *case, name == LAST)) for name, case in CASES.items()]
     imports = [*TRAINER, "tests.host_cuda.vllm_imported"]
-    return run_world(cuda_python, scenarios, RANKS, timeout_s=400, imports=imports, environment={"TRITON_INTERPRET": "1"})
+    return run_world(cuda_python, scenarios, RANKS, imports=imports, environment={"TRITON_INTERPRET": "1"})
 
 
 def found(world: dict, name: str) -> list[Any]:

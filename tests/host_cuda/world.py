@@ -65,7 +65,7 @@ def run_world(
     scenarios: Sequence[Scenario],
     world_size: int = 1,
     *,
-    timeout_s: float = 300.0,
+    timeout_s: float = 900.0,
     imports: Sequence[str] = TRAINER,
     environment: Mapping[str, str] = MappingProxyType({}),
     **settings: str,

@@ -55,7 +55,6 @@ def two_ranks(checkpoints):
             "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),
             "bf16_step": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),
         },
-        timeout_s=500,
     )
 
 
@@ -83,5 +82,4 @@ def four_ranks(checkpoints):
             "logits": (worlds.logits_errors, (folder, list(CASES), [DENSE_LAYOUT])),
             "gradients": (worlds.gradients, (folder, DENSE_JOBS)),
         },
-        timeout_s=500,
     )

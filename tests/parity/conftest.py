@@ -33,7 +33,7 @@ def measured(models) -> dict[int, dict]:
     worlds = {}
     for size in (1, 2, 4):
         folders = {model: str(folder) for model, folder in models.items()}
-        ranks = spawn_world(run_world, size, folders, timeout_s=500)
+        ranks = spawn_world(run_world, size, folders)
         worlds[size] = ranks[0]
     return worlds
 

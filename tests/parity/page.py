@@ -35,18 +35,16 @@ def main() -> None:
         for model, path in models.items():
             matrix.write_models(path, model)
         named = {model: str(path) for model, path in models.items()}
-        measured = {size: spawn_world(matrix.run_world, size, named, False, timeout_s=900)[0] for size in (1, 2, 4)}
+        measured = {size: spawn_world(matrix.run_world, size, named, False)[0] for size in (1, 2, 4)}
         expected = {}
         for model, path in models.items():
             config = matrix.config_of(path)
             step = (conftest.samples(), conftest.order_of(config), conftest.numbers_of(config), config.run.seed)
             expected[model] = ppo_step(path / "policy", path / "reference", *step)
-        faulty = spawn_world(test_faults.measure_all, 1, test_faults.jobs_alone(models), timeout_s=900)[0]
-        faulty |= spawn_world(test_faults.measure_all, 2, test_faults.jobs_between(models), timeout_s=900)[0]
+        faulty = spawn_world(test_faults.measure_all, 1, test_faults.jobs_alone(models))[0]
+        faulty |= spawn_world(test_faults.measure_all, 2, test_faults.jobs_between(models))[0]
         chosen = {model: named[model] for model in replay.REPLAYED}
-        replayed = {
-            size: spawn_world(replay.replay_world, size, chosen, replay.FSDP2_REPLAYED, timeout_s=900)[0] for size in (1, 2)
-        }
+        replayed = {size: spawn_world(replay.replay_world, size, chosen, replay.FSDP2_REPLAYED)[0] for size in (1, 2)}
     template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
     tables = {
         "machine": f"{platform.machine()}, CPU, fp32, gloo",

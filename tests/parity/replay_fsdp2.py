@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), "llama")
-        measured = {size: spawn_world(run, size, folder, args.steps, timeout_s=900)[0] for size in sizes}
+        measured = {size: spawn_world(run, size, folder, args.steps)[0] for size in sizes}
     expected, rows = measured[1][BASELINE], []
     for size in sizes:
         for name in LAYOUTS[size]:

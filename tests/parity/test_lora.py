@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 def measured(folder) -> dict[int, dict[str, Any]]:
     """world size -> title -> Measured"""
     folders = str(folder), str(folder.with_name("qwen3_moe")), str(folder.with_name("deepseek_v3"))
-    return {size: spawn_world(run_lora, size, *folders, timeout_s=500)[0] for size in CASES}
+    return {size: spawn_world(run_lora, size, *folders)[0] for size in CASES}
 
 
 @pytest.fixture(scope="module")

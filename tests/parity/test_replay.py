@@ -38,7 +38,7 @@ def replayed(models, request):
         model: {size: [n for n in names if n in asked] for size, names in by_size.items()}
         for model, by_size in FSDP2_REPLAYED.items()
     }
-    return {size: spawn_world(replay_world, size, folders, fsdp2, timeout_s=500)[0] for size in (1, 2)}
+    return {size: spawn_world(replay_world, size, folders, fsdp2)[0] for size in (1, 2)}
 
 
 @pytest.mark.parametrize("model, size, name", CUT)

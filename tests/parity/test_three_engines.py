@@ -56,7 +56,7 @@ def world(tmp_path_factory) -> dict[str, Any]:
         case = CASES[right]
         write_checkpoint(folder / name, case.checkpoint, seed=case.seed, **{**case.config, **changes})
     wrong = [(right, name) for name, (right, _) in WRONG.items()]
-    results = spawn_world(in_world, RANKS, str(folder), CASES, wrong, timeout_s=500)
+    results = spawn_world(in_world, RANKS, str(folder), CASES, wrong)
     assert results[0] == results[1], "both ranks measure the same"
     return results[0]
 

@@ -188,7 +188,7 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
         write(folder / kind, kind, changes)
     for kind, changes in DELTA_NETS.items():
         write_checkpoint(folder / kind, kind, **changes)
-    return spawn_world(in_world, RANKS, str(folder), tuple(CASES), timeout_s=300)
+    return spawn_world(in_world, RANKS, str(folder), tuple(CASES))
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -198,7 +198,7 @@ def in_world(rank: int, path: str) -> dict[str, Any]:
 def world(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoint") / "llama"
     write_checkpoint(folder, "llama", head_dim=32)
-    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+    return spawn_world(in_world, RANKS, str(folder))
 
 
 VLLM = pytest.mark.parametrize("engine", ["vllm tp1", "vllm tp2"])

@@ -96,7 +96,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
     for kind in KINDS:
         write_vision_checkpoint(folder / kind, kind)
         samples_of(folder, kind)
-    return spawn_world(of_two_ranks, 2, str(folder), timeout_s=400)[0]
+    return spawn_world(of_two_ranks, 2, str(folder))[0]
 
 
 @pytest.mark.parametrize("kind", CASES)

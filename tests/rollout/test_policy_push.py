@@ -235,7 +235,7 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, (case, changes, _, _) in CASES.items():
         write_checkpoint(folder / name, case, **changes)
-    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+    return spawn_world(in_world, RANKS, str(folder))
 
 
 PUSHES = [

@@ -174,7 +174,7 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
     for name, (case, changes, _) in CASES.items():
         write_checkpoint(folder / name, case, **changes)
     write_checkpoint(folder / "long", "llama", head_dim=32, max_position_embeddings=8192)
-    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+    return spawn_world(in_world, RANKS, str(folder))
 
 
 @pytest.mark.parametrize("name, sleep", SLEEPS)

@@ -517,7 +517,7 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
             write_multimodal(folder / name / "multimodal", folder / name / "old")
     write_checkpoint(folder / "tokenized", "llama", head_dim=32, vocab_size=512)
     write_hf_tokenizer(folder / "tokenized")
-    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+    return spawn_world(in_world, RANKS, str(folder))
 
 
 def test_vllms_groups_wait_as_long_as_the_run_says(world):

@@ -138,7 +138,7 @@ def broken(rank: int, config: dict[str, Any]) -> dict[str, str]:
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("asynchronous")
     write_task(folder)
-    return folder / "runs", spawn_world(run_all, WORLD, folder, timeout_s=500)
+    return folder / "runs", spawn_world(run_all, WORLD, folder)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     write_small_task(folder)
     write_teacher(folder)
-    spawn_world(run_all, 4, folder, timeout_s=500)
+    spawn_world(run_all, 4, folder)
     return folder / "runs"
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def world(folder: Path) -> list[dict[str, Any]]:
-    return spawn_world(run_all, 2, folder, timeout_s=400)
+    return spawn_world(run_all, 2, folder)
 
 
 def place(folder: Path, name: str) -> Path:

@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
 def weights(folder) -> dict[str, Weights]:
     """ "run role" -> its weights, by canonical name."""
     write_small_task(folder)
-    return spawn_world(runs_and_weights, 2, str(folder), timeout_s=500)[0]
+    return spawn_world(runs_and_weights, 2, str(folder))[0]
 
 
 def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:

@@ -80,8 +80,8 @@ def run_apart(rank: int, folder: Path) -> dict[str, str]:
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("critics")
     write_small_task(folder)
-    found = spawn_world(run_apart, 2, folder, timeout_s=400)
-    spawn_world(run_many, 1, [(config_of(folder, "together", **{"run.num_ranks": 1}), False)], timeout_s=400)
+    found = spawn_world(run_apart, 2, folder)
+    spawn_world(run_many, 1, [(config_of(folder, "together", **{"run.num_ranks": 1}), False)])
     return folder, found
 
 

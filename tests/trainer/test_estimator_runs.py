@@ -91,7 +91,7 @@ def task(tmp_path_factory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("estimators")
     write_small_task(folder)
     write_teacher(folder)
-    return folder, spawn_world(run_all, 2, folder, timeout_s=400)
+    return folder, spawn_world(run_all, 2, folder)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder) -> dict[str, Any]:
-    mine, other = spawn_world(run_all, 2, folder, timeout_s=500)
+    mine, other = spawn_world(run_all, 2, folder)
     assert mine == other, "every rank has the same results"
     return mine
 

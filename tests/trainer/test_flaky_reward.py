@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_small_task(folder)
     (folder / "mine.py").write_text(OWN)
     with serving(make=Ones) as server:
-        spawn_world(run_both, 2, folder, server.url, timeout_s=400)
+        spawn_world(run_both, 2, folder, server.url)
     return folder
 
 

@@ -79,7 +79,7 @@ def export_first_steps(rank: int, folder: Path) -> None:
 def task(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     folder = tmp_path_factory.mktemp("fsdp2")
     write_small_task(folder)
-    return folder, spawn_world(run_all, 2, folder, timeout_s=400)[0]
+    return folder, spawn_world(run_all, 2, folder)[0]
 
 
 @pytest.fixture(scope="module")

@@ -349,7 +349,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     folder = tmp_path_factory.mktemp("left_out")
     write_small_task(folder)
     (folder / "mine.py").write_text(REWARD)
-    ours, theirs = spawn_world(run_all, 2, folder, timeout_s=400)
+    ours, theirs = spawn_world(run_all, 2, folder)
     assert ours.keys() == theirs.keys()
     return folder, ours
 

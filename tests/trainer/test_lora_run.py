@@ -96,7 +96,7 @@ def message(action: Any) -> str:
 def task(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("lora")
     write_small_task(folder)
-    return folder, spawn_world(run_all, 2, folder, timeout_s=500)
+    return folder, spawn_world(run_all, 2, folder)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

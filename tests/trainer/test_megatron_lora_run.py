@@ -81,7 +81,7 @@ def run_all(rank: int, folder: Path) -> None:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("megatron_lora")
     write_small_task(folder)
-    spawn_world(run_all, 2, folder, timeout_s=500)
+    spawn_world(run_all, 2, folder)
     return folder
 
 

@@ -119,7 +119,7 @@ def runs(tmp_path_factory) -> Path:
         (config_of(folder, "not_replayed", "moe", **moe, **whole), False),
     ]
     stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
-    spawn_world(run_all, 2, runs, stale, timeout_s=400)
+    spawn_world(run_all, 2, runs, stale)
     return folder
 
 

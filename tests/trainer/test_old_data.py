@@ -124,7 +124,7 @@ def run_all(rank: int, folder: Path) -> Found:
 def task(tmp_path_factory) -> tuple[Path, list[Found]]:
     folder = tmp_path_factory.mktemp("old_data")
     write_small_task(folder)
-    return folder, spawn_world(run_all, 2, folder, timeout_s=400)
+    return folder, spawn_world(run_all, 2, folder)
 
 
 def rows(task, name: str) -> list[dict[str, Any]]:

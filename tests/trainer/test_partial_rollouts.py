@@ -317,7 +317,7 @@ def run_all(rank: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     folder = tmp_path_factory.mktemp("windows")
     write_small_task(folder)
-    ours, theirs = spawn_world(run_all, 2, folder, timeout_s=900)
+    ours, theirs = spawn_world(run_all, 2, folder)
     for name, steps in ours.items():
         for mine, other in zip(steps, theirs[name], strict=True):
             assert mine["asked"] == other["asked"], "every rank asks for the same"

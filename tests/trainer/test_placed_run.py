@@ -118,7 +118,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     folder = tmp_path_factory.mktemp("placed")
     write_small_task(folder)
     (folder / "length.py").write_text(LENGTH)
-    return folder, spawn_world(run_all, WORLD, folder, timeout_s=400)
+    return folder, spawn_world(run_all, WORLD, folder)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ def runs(tmp_path_factory) -> dict[str, Run]:
         recipe, overrides = CONFIGS / f"{family.recipe}.yaml", overrides_of(family, model, folder / f"runs{number}")
         jobs.append((name, recipe, overrides))
         configs[name] = (load_config(recipe, overrides), model)
-    said, other = spawn_world(run_recipes, 2, jobs, VOCAB, timeout_s=900)
+    said, other = spawn_world(run_recipes, 2, jobs, VOCAB)
     for name in FAMILIES:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(said[name], other[name])), f"{name}: the ranks differ"
     return {

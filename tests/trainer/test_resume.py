@@ -32,7 +32,7 @@ def runs(tmp_path_factory) -> Path:
     both_halves = small_config(folder, "halves", steps=STEPS, **EVALUATED)
     other = small_config(folder, "other_seed", steps=HALF, **{**EVALUATED, "run.seed": 5})
     with Watch() as watch:
-        spawn_world(run_many, 2, [(whole, False), (first_half, False), (both_halves, True), (other, False)], timeout_s=500)
+        spawn_world(run_many, 2, [(whole, False), (first_half, False), (both_halves, True), (other, False)])
     (folder / "listeners.json").write_text(json.dumps(sorted(watch.seen)))
     return folder
 

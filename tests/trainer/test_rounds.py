@@ -107,7 +107,7 @@ def world(tmp_path_factory) -> tuple[Path, list[dict[str, list[dict[str, Any]]]]
     folder = tmp_path_factory.mktemp("dynamic")
     write_small_task(folder)
     write_weights(folder)
-    return folder, spawn_world(run_all, 2, folder, timeout_s=400)
+    return folder, spawn_world(run_all, 2, folder)
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
-        (said,) = spawn_world(runs, 1, folder, timeout_s=300)
+        (said,) = spawn_world(runs, 1, folder)
     yield folder / "runs", said
 
 

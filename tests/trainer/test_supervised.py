@@ -122,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("supervised")
     write_small_task(folder)
     write_teacher(folder)
-    spawn_world(runs, 2, folder, timeout_s=500)
+    spawn_world(runs, 2, folder)
     return folder
 
 

@@ -54,7 +54,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_small_task(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
-        spawn_world(runs, 2, folder, timeout_s=300)
+        spawn_world(runs, 2, folder)
     yield folder / "runs"
 
 

@@ -18,7 +18,7 @@ from tests.commands.plan.checkpoints import write_run
 
 ROOT = Path(__file__).parents[3]
 NUM_RANKS = 4
-LONGEST_S = 180  # of a job that takes seconds, while other tests use all cores
+LONGEST_S = 400  # of a job that takes seconds, while other tests use all cores
 PROGRESS = "rank 1 fails after a checkpoint"
 STOP = "all are asked to stop"
 SPARE = "a spare rank is killed"
