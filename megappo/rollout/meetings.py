@@ -31,7 +31,7 @@ from megappo.rollout.event_log import Change
 from megappo.rollout.hand_over import exchanged_by_rank
 from megappo.rollout.subworld import SubWorld
 from megappo.runtime.ending import Unavailable, Unrecoverable
-from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, end_of_lost, is_joining, note_joined
+from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, end_of_lost, is_joining, note_joined, note_lost
 from megappo.runtime.life import kill_with_children
 from megappo.runtime.messages import name_ranks
 from megappo.runtime.verdict import Member, raised_in_exchange
@@ -178,6 +178,7 @@ class Hosts(Meetings):
         self._undealt: list[int] = []  # lost, and their requests not yet dealt again
         self._folder = Path(os.environ[ATTEMPT_DIR]) if ATTEMPT_DIR in os.environ else None
         self._looked_at, self._has_begun = 0.0, False
+        self._joining: int | None = None  # of which the launcher's notes are still those of its loss
 
     def hold(self, kind: str, action: Callable[[], Result], **fields: Any) -> tuple[bool, Result | None]:
         """Announce a meeting and take part; return whether it counts, and what `action` returned here. If it does not count a
@@ -241,6 +242,9 @@ class Hosts(Meetings):
             if self._script is not None and not why.startswith(_BY_LOG):
                 raise HalfFailed(f"{said}, and a replay needs every replica of its run: start it again")
             warn_once(logger, "%s; %d of %d go on, and draw its requests", said, len(live), self.seats.replicas)
+            if self._rank == 0 and self._folder is not None:
+                for rank in ranks:
+                    note_lost(self._folder, rank)
             self.go_on_with(live)
             self._write_spare()
 
@@ -266,7 +270,7 @@ class Hosts(Meetings):
                 return
             if self._rank == 0:
                 self.channel.welcome(replica)
-            live = sorted([*self.channel.live, replica])
+            self._joining, live = replica, sorted([*self.channel.live, replica])
             self.go_on_with(live)
 
             def renewed() -> None:
@@ -281,6 +285,7 @@ class Hosts(Meetings):
             ranks = self.seats.of(replica)
             if self._rank == 0 and self._folder is not None:
                 note_joined(self._folder, ranks)
+            self._joining = None
             self._write_spare()
             said = f"the rollout half has replica {replica} again ({name_ranks(ranks)})"
             warn_once(logger, "%s; %d of %d go on", said, len(live), self.seats.replicas)
@@ -320,7 +325,7 @@ class Hosts(Meetings):
             return
         self._looked_at = time.monotonic()
         for replica in self.channel.live:
-            for rank in self.seats.of(replica):
+            for rank in () if replica == self._joining else self.seats.of(replica):
                 if (how := end_of_lost(self._folder, rank)) is not None:
                     self.channel.give_up(replica, how)
 

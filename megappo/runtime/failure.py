@@ -11,7 +11,8 @@
     spare_ranks        ranks without which the run goes on if they are killed; those of a line end and start together. Training rank
                        0 writes it
     rank-3.lost        as `rank-3.exit`, of such a rank
-    rank-3.joining     how often such a rank was started again; training rank 0 removes both once it takes part
+    rank-3.joining     how often such a rank was started again, 0 for one that has yet to end; training rank 0 removes both once it
+                       takes part
 
 The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 """
@@ -170,8 +171,14 @@ def spare_with(folder: Path, rank: int) -> list[int]:
 
 
 def is_joining(folder: Path, rank: int) -> bool:
-    """True if this rank was started again and takes no part yet."""
+    """True if this rank takes no part: it was lost, or started again since."""
     return _joining(folder, rank).exists()
+
+
+def note_lost(folder: Path, rank: int) -> None:
+    """Note that a rank takes no part any more, so that its end, whenever it comes, ends no other."""
+    with contextlib.suppress(OSError), _joining(folder, rank).open("x", encoding="utf-8") as file:  # unless it has started again
+        file.write("0")
 
 
 def note_joining(folder: Path, rank: int, start: int) -> None:

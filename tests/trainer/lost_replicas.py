@@ -1,5 +1,5 @@
-"""Asynchronous runs whose ranks the launcher of this machine starts, and of which some are killed: two ranks train, three are a
-replica each."""
+"""Asynchronous runs whose ranks the launcher of this machine starts, and of which some are killed: two ranks train, six are three
+replicas of two, with adapters that are pushed apart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
 
-from megappo.bridge import sync
 from megappo.commands.launch.local import Requests, WorldEnd, run_world
 from megappo.rollout.half import RolloutHalf
 from megappo.rollout.meetings import Guests
@@ -23,8 +24,9 @@ from megappo.runtime.failure import joining_as, record_exceptions
 from tests.trainer.asynchronous_runs import config_of, run
 from tests.worlds import IMPORTED_ONCE, _begin_rank
 
-WORLD = 5
-MID_STEP, MID_PUSH = "mid-step", "mid-push"
+WORLD = 8
+MID_STEP, MID_PUSH, STALE = "mid-step", "mid-push", "stale"
+APART = {"rollout.tp": 2, "policy.lora": {"rank": 4, "alpha": 8.0}, "rollout.adapter": "separate"}
 
 
 class Forks:
@@ -56,7 +58,7 @@ def _rank(environment: dict[str, str], arguments: Sequence[str]) -> None:
     for fault in faults:
         victim, version, kind = fault.split(",")
         if int(victim) == rank:
-            {MID_STEP: _die_in_step, MID_PUSH: _die_in_push}[kind](int(version))
+            {MID_STEP: _die_in_step, MID_PUSH: _die_in_push, STALE: _keep_adapter}[kind](int(version))
     settings = yaml.safe_load(Path(config).read_text())
     if joining_as(rank):
         _wait_for_steps(Path(settings["run"]["output_dir"], settings["run"]["name"], "metrics.jsonl"))
@@ -115,20 +117,31 @@ def _die_in_step(version: int) -> None:
 
 def _die_in_push(version: int) -> None:
     """When the others wait for it in the exchange."""
-    plain, pushes = sync.transfer, []
+    plain = VllmEngine._transferred
 
-    def transfer(*arguments: Any) -> Any:
-        pushes.append(0)
-        if len(pushes) == version + 1:
+    def transferred(self: VllmEngine, pushed: int) -> dict[str, float]:
+        if pushed == version:
             _die()
-        return plain(*arguments)
+        return plain(self, pushed)
 
-    sync.transfer = transfer
+    VllmEngine._transferred = transferred
+
+
+def _keep_adapter(version: int) -> None:
+    """Go on with the adapters of the push before."""
+    plain = VllmEngine._transferred
+
+    def transferred(self: VllmEngine, pushed: int) -> dict[str, float]:
+        with mock.patch.object(self, "take_adapter", lambda tensors: None) if pushed == version else nullcontext():
+            return plain(self, pushed)
+
+    VllmEngine._transferred = transferred
 
 
 def run_here(folder: Path, name: str, *faults: str, replay: str = "", rejoins: int = 0, **changes: Any) -> WorldEnd:
     """faults: RANK,VERSION,KIND."""
-    config = config_of(folder, name, 2, **{"run.num_ranks": WORLD, "rollout.ranks": "2-4", **changes})
+    config = config_of(folder, name, 2, **{"run.num_ranks": WORLD, "rollout.ranks": f"2-{WORLD - 1}", **APART, **changes})
+    del config["reference"]  # the policy without its adapters
     path, evidence = folder / f"{name}.yaml", folder / f"{name}.evidence"
     path.write_text(yaml.safe_dump(config))
     evidence.mkdir()

@@ -1,5 +1,5 @@
-"""The launcher's world of an asynchronous run goes on when replicas of the sampler are killed, real vLLM, and with one of them
-again: the same samples, each once, and a log that names the losses."""
+"""The launcher's world of an asynchronous run goes on when replicas of the sampler lose one of their two ranks, real vLLM, and with
+one of them again: the same samples, each once, and a log that names the losses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megappo.commands.launch.local import WorldEnd
 from megappo.data.loader import PromptLoader
 from megappo.runtime.failure import SPARE_RANKS, end_of_lost
 from tests.trainer.asynchronous_runs import write_task
-from tests.trainer.lost_replicas import BACK, MID_PUSH, MID_STEP, WORLD, run_here
-from tests.trainer.test_asynchronous import lines_of, samples_of
+from tests.trainer.lost_replicas import BACK, MID_PUSH, MID_STEP, STALE, WORLD, run_here
+from tests.trainer.test_asynchronous import NOISE, lines_of, samples_of
 
-LAST, NEXT = WORLD - 1, WORLD - 2  # replicas 2, which comes back, and 1
+LAST, NEXT = (WORLD - 2, WORLD - 1), (WORLD - 4, WORLD - 3)  # ranks of replicas 2, which comes back, and 1
 STEPS = 8
 
 
@@ -25,15 +25,16 @@ STEPS = 8
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WorldEnd]:
     folder = tmp_path_factory.mktemp("lost")
     write_task(folder)
-    faults, changes = (f"{LAST},2,{MID_STEP}", f"{NEXT},4,{MID_PUSH}"), dict[str, Any]({"trainer.steps": STEPS})
-    return folder, run_here(folder, "lost", *faults, rejoins=1, **changes)
+    faults = [f"{LAST[1]},2,{MID_STEP}", f"{NEXT[0]},4,{MID_PUSH}", *(f"{rank},{STEPS - 1},{STALE}" for rank in LAST)]
+    return folder, run_here(folder, "lost", *faults, rejoins=1, **dict[str, Any]({"trainer.steps": STEPS}))
 
 
 def test_a_run_goes_on_without_two_of_three_replicas_and_then_with_one_of_them(task: tuple[Path, Any]) -> None:
-    """One is killed with responses half drawn, one in the exchange of a push."""
+    """The second rank of one is killed with responses half drawn, the first of another in the exchange of a push."""
     folder, end = task
     assert (end.code, end.failure) == (0, None)
-    assert [end_of_lost(folder / "lost.evidence", rank) for rank in (LAST, NEXT)] == [None, "killed by SIGKILL"]
+    ends = [[end_of_lost(folder / "lost.evidence", rank) for rank in ranks] for ranks in (LAST, NEXT)]
+    assert ends == [[None] * 2, ["killed by SIGKILL"] * 2], "the other rank of a replica ends too"
     rows = lines_of(folder / "runs" / "lost" / "metrics.jsonl")
     live = [row["rollout/replicas"] for row in rows]
     assert live[:2] == [3, 3] and live[2] in (2, 3) and live[3:] == [2, 1, 2, 2, 2]  # the second step after the push may be done
@@ -44,6 +45,12 @@ def test_a_run_goes_on_without_two_of_three_replicas_and_then_with_one_of_them(t
     _, back = (folder / "runs" / "lost" / "events" / "replica-2.log").read_text().split("\nx 0 0\n")
     assert re.search(r"^a \d+ 8\.", back, re.MULTILINE), "it draws for later steps"
     assert not (folder / "lost.evidence" / SPARE_RANKS).exists()
+
+
+def test_adapters_that_a_replica_has_not_taken_are_seen_once_it_is_back(task: tuple[Path, Any]) -> None:
+    """By the canary: it had those of its return, and then not those of the last push."""
+    *right, stale = [row["rollout/canary_prob_diff_max"] for row in lines_of(task[0] / "runs" / "lost" / "metrics.jsonl")[1:]]
+    assert len(right) == STEPS - 2 and max(right) < NOISE < stale / 10
 
 
 def test_every_sample_is_trained_on_once_in_the_order_of_the_data(task: tuple[Path, Any]) -> None:

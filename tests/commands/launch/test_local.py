@@ -25,7 +25,7 @@ from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
 from megappo.runtime import ending
 from megappo.runtime.ending import read_end
-from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, first_failure
+from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, first_failure, note_lost
 from tests.listening import listeners
 
 ROOT = Path(__file__).parents[3]
@@ -109,6 +109,13 @@ def test_a_spare_rank_may_be_killed_and_may_not_fail(world, word) -> None:
     (here.folder / SPARE_RANKS).write_text("1 2")
     end, _ = here.run()
     assert (end.code, end.failure is None) == ((0, True) if word == "kill" else (1, False))
+
+
+def test_a_rank_that_was_lost_may_end_once_the_run_is_over_and_no_rank_is_spare(world) -> None:
+    here = world("kill exit-0")
+    note_lost(here.folder, 0)
+    end, _ = here.run()
+    assert (end.code, end.failure) == (0, None)
 
 
 @pytest.mark.parametrize("words, starts", [("waits again-joins", 1), ("waits again-fails", 2), ("goes-on again-sleep", 1)])
