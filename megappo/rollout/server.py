@@ -9,11 +9,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from megappo.parallel.consensus import gathered
+from megappo.rollout.batches import FIRST_EVALUATION, Batch, Batches
 from megappo.rollout.channel import GivenUp
 from megappo.rollout.episodes import Episodes
 from megappo.rollout.event_log import HAND_OVER, JOINED, LOSS, LOST, PUSHES, RECOMPUTED, Event, EventLog
@@ -35,7 +36,6 @@ Result = TypeVar("Result")
 _IDLE_S = 0.002  # between looks for messages; one look at the store takes 0.1 ms
 _MEETINGS = {"push", "hand_over", "snapshot", "regroup", "join", "stop"}
 _GIVEN_UP = -1  # in place of a number of messages
-_FIRST_EVALUATION = 10**6  # batches below are steps
 _FIRST_BESIDE = {CANARY: 2 * 10**6, GREEDY: 3 * 10**6}  # by steps, so that a resume draws them again under the log's numbers
 _OF_PUSH = ("requests_cut", "tokens_recomputed")
 _COUNTED = ("idle_s", "engine_steps", *_OF_PUSH)
@@ -61,21 +61,6 @@ class Rewards(Protocol):
     def take(self) -> dict[int, dict[str, list[Any]]]:
         """Return what was found since the last call: response -> part -> values (`Response.verdicts`)."""
         ...
-
-
-@dataclass
-class _Batch:
-    """Requests that are handed over together: those of a step or an evaluation. requests: of all replicas. live_after: replicas
-    that were left when they were dealt, if not all, and after each loss since. left: how many of them this one answers yet, or
-    judges. responses: by number in the engine."""
-
-    key: str
-    requests: Sequence[Request]
-    sampling: SamplingParams
-    live_after: list[Sequence[int]]
-    left: int = 0
-    prompts: dict[int, Prompt | None] = field(default_factory=dict)
-    responses: dict[int, Response] = field(default_factory=dict)
 
 
 def serve(
@@ -124,7 +109,6 @@ class _Server:
         self._meetings, self._channel, self._source = meetings, meetings.channel, source
         self._training_ranks, self._log, self._read = meetings.seats.training, events, read
         self._index, self._replicas = engine.replica.index, engine.replica.count
-        self._live_after = list[Sequence[int]]()  # each loss of a replica, while requests are dealt by it
         self._copies: Mapping[int, bytes] = {}  # of other replicas' snapshots, by replica, on the first rank of this one
         self._is_copied = False
         meetings.of(self._index, engine.replica.group)
@@ -133,9 +117,7 @@ class _Server:
         with engine.in_world():
             self._is_leader = engine.replica.is_leader
         self._messages: deque[Mapping[str, Any]] = deque()
-        self._batches: dict[int, _Batch] = {}
-        self._waiting: list[Request] = []  # in the order in which they begin
-        self._drawn: dict[int, Drawn] = {}  # of waiting requests that a checkpoint or a lost replica had begun
+        self._batches = Batches(self._index, self._replicas, self._announce)
         self._engine_step = self._num_evaluations = 0
         self._has_weights = self._has_average = False
         self._snapshot: Snapshot | None = None
@@ -203,7 +185,7 @@ class _Server:
                     # Of its numbers none is in use: the step's batch before it was handed over.
                     self._begin_first(step, f"step/{step}", self._source.of_step(step, rows, before), self._source.sampling)
                 case {"kind": "evaluation", "key": key, "set": name}:
-                    self._begin_first(_FIRST_EVALUATION + self._num_evaluations, key, *self._source.of_evaluation(name))
+                    self._begin_first(FIRST_EVALUATION + self._num_evaluations, key, *self._source.of_evaluation(name))
                     self._num_evaluations += 1
                 case {"kind": "beside", "name": name, "step": step, "rows": rows}:
                     self._begin_first(_FIRST_BESIDE[name] + step, f"{name}{step}", *self._source.of_beside(name, step, rows))
@@ -250,27 +232,27 @@ class _Server:
         while (event := self._next_event()) is not None:
             if event.kind != "a" or event.engine_step != self._engine_step:
                 return
-            place = next((place for place, request in enumerate(self._waiting) if request.number == event.first), None)
+            place = next((place for place, request in enumerate(self._batches.waiting) if request.number == event.first), None)
             if place is None:  # its message has not come
                 return
             self._log.script.popleft()
             self._take(place, event.count)
         count = max(0, self._max_running - self._engine.num_running)
         if self._has_average:  # evaluations wait before all else
-            count = min(count, sum(request.number >= _FIRST_EVALUATION * BATCH for request in self._waiting))
+            count = min(count, sum(request.number >= FIRST_EVALUATION * BATCH for request in self._batches.waiting))
         self._take(0, count)
 
     def _take(self, place: int, count: int) -> None:
-        taken = self._waiting[place : place + count]
+        taken = self._batches.waiting[place : place + count]
         if taken:
-            del self._waiting[place : place + count]
+            del self._batches.waiting[place : place + count]
             self._log.requests(self._engine_step, [request.number for request in taken])
             self._submit(taken)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            drawn = {request.number: self._drawn.pop(request.number, Drawn())}
-            self._asked.submit([request], self._batches[request.number // BATCH].sampling, drawn)
+            drawn = {request.number: self._batches.drawn.pop(request.number, Drawn())}
+            self._asked.submit([request], self._batches.of(request.number).sampling, drawn)
 
     def _answer(self, episodes: Episodes) -> None:
         """Let trajectories go on whose turns are answered; in a replay by the log, as it says."""
@@ -288,13 +270,13 @@ class _Server:
         for number, verdicts in found.items():
             self._log.verdicts(self._engine_step, number, verdicts)
             if self._unjudged.pop(number, None) is not None:
-                batch = self._batches[number // BATCH]
+                batch = self._batches.of(number)
                 batch.responses[number] = replace(batch.responses[number], verdicts=verdicts)
-                self._finish_one(batch)
+                self._batches.finish_one(batch)
 
     def _found(self, rewards: Rewards) -> dict[int, dict[str, list[Any]]]:
         for number in [number for number, has_begun in self._unjudged.items() if not has_begun]:
-            batch = self._batches[number // BATCH]
+            batch = self._batches.of(number)
             prompt = batch.prompts[number]
             assert prompt is not None, "requests of a run know their prompts"
             rewards.start(number, batch.responses[number], prompt)
@@ -322,59 +304,36 @@ class _Server:
 
     def _store(self, responses: Sequence[Response]) -> None:
         for response in responses:
-            batch = self._batches[response.number // BATCH]
+            batch = self._batches.of(response.number)
             batch.responses[response.number] = response
-            if self._rewards is None or response.verdicts is not None or response.number >= _FIRST_EVALUATION * BATCH:
-                self._finish_one(batch)
+            if self._rewards is None or response.verdicts is not None or response.number >= FIRST_EVALUATION * BATCH:
+                self._batches.finish_one(batch)
             else:
                 self._unjudged[response.number] = False
 
-    def _finish_one(self, batch: _Batch) -> None:
-        batch.left -= 1
-        self._announce(batch)
-
-    def _announce(self, batch: _Batch) -> None:
-        if not batch.left and self._is_leader:
-            self._channel.announce(batch.key, self._index)
+    def _announce(self, key: str) -> None:
+        if self._is_leader:
+            self._channel.announce(key, self._index)
 
     # --------------------------------------------------------------------------------------------------------- messages
 
-    def _is_mine(self, request: Request, live_after: Sequence[Sequence[int]]) -> bool:
-        """True if a request is dealt to this replica. Whole prompts are, so that samples of one share its cached prefix.
-        live_after: the replicas that are left after each loss."""
-        turn, replica = divmod(request.group, self._replicas)
-        for live in live_after:
-            replica = replica if replica in live else live[turn % len(live)]
-        return replica == self._index
-
     def _begin_first(self, number: int, key: str, requests: Sequence[Request], sampling: SamplingParams) -> None:
         """Put a batch before all that waits. No push is sent before it is handed over, so one version draws all of it."""
-        self._waiting[:0] = self._open(number, key, requests, sampling)
+        self._batches.waiting[:0] = self._open(number, key, requests, sampling)
 
     def _admit(self, step: int, rows: Sequence[int]) -> None:
-        self._waiting += self._open(step, f"step/{step}", self._source.of_step(step, rows, 0), self._source.sampling)
+        self._batches.waiting += self._open(step, f"step/{step}", self._source.of_step(step, rows, 0), self._source.sampling)
 
     def _open(self, number: int, key: str, requests: Sequence[Request], sampling: SamplingParams) -> list[Request]:
         """Return this replica's requests."""
-        mine = [replace(one, number=number * BATCH + one.number) for one in requests if self._is_mine(one, self._live_after)]
-        prompts = {one.number: one.source for one in mine}
-        self._batches[number] = _Batch(key, requests, sampling, list(self._live_after), len(mine), prompts)
-        self._announce(self._batches[number])
-        return mine
+        return self._batches.open(number, Batch(key, requests, sampling))
 
     def _restore(self, path: str, steps: Mapping[int, Sequence[int]]) -> None:
         """Go on from a checkpoint; its replicas' requests are dealt to those of now."""
         parts = sorted(map(Snapshot.decoded, self._read(path)), key=lambda part: part.replica)
         for step in sorted(steps):
             self._admit(step, steps[step])
-        mine = {request.number for request in self._waiting}
-        begun = {number: drawn for part in parts for number, drawn in part.running.items() if number in mine}
-        ended = [response for part in parts for response in part.finished if response.number in mine]
-        done = {response.number for response in ended}
-        left = [request for request in self._waiting if request.number not in done]
-        places = {number: place for place, number in enumerate(begun)}  # in the engine, which may have more than run at once
-        self._drawn, self._waiting = begun, sorted(left, key=lambda one: places.get(one.number, len(places)))
-        self._store(ended)
+        self._store(self._batches.restore(parts))
         if [part.replica for part in parts] == list(range(self._replicas)) and not any(part.is_dealt_anew for part in parts):
             part = parts[self._index]
             self._engine_step, self._num_evaluations = part.engine_step, part.num_evaluations
@@ -404,19 +363,17 @@ class _Server:
         with self._engine.between_pushes():
             self._note(self._engine.ended_in_push, unfinished)
             if not self._has_weights:  # after a checkpoint's push what ran goes on, without an event
-                resumed = [request for request in self._waiting if request.number in self._drawn]  # more than run at once wait
-                self._waiting = [request for request in self._waiting if request.number not in self._drawn]
-                self._submit(resumed)
-        responses = [response for batch in self._batches.values() for response in batch.responses.values()]
+                self._submit(self._batches.take_begun())
         # References: nothing of it changes. Requests of a lost replica may wait.
-        is_dealt_anew = any(batch.live_after for batch in self._batches.values())
-        self._snapshot, self._is_copied = Snapshot(*of, {**self._asked.drawn(), **self._drawn}, responses, is_dealt_anew), False
+        drawn = {**self._asked.drawn(), **self._batches.drawn}
+        self._snapshot = Snapshot(*of, drawn, self._batches.responses(), self._batches.are_dealt_anew)
+        self._is_copied = False
         self._has_weights, self._has_average = True, version < 0
         for name in _OF_PUSH:
             self._figures[name] += metrics[name]
 
     def _hand_over(self, key: str) -> None:
-        number, batch = next((number, batch) for number, batch in self._batches.items() if batch.key == key)
+        number, batch = next((number, batch) for number, batch in self._batches.by_number.items() if batch.key == key)
         assert not batch.left, f"{key} was announced"
         if (event := self._next_event()) is not None and event.kind == HAND_OVER:
             self._log.script.popleft()
@@ -433,15 +390,15 @@ class _Server:
         if is_voted and not self._is_copied:
             replicas = {position: replica for replica, position in self._leaders().items()}
             self._copies, self._is_copied = {replicas[position]: content for position, content in (came or {}).items()}, True
-        del self._batches[number]
-        if number < _FIRST_EVALUATION:
+        del self._batches.by_number[number]
+        if number < FIRST_EVALUATION:
             self._figures = dict.fromkeys(_COUNTED, 0.0)
 
-    def _given(self, batch: _Batch) -> Mapping[int, bytes]:
+    def _given(self, batch: Batch) -> Mapping[int, bytes]:
         if not self._is_leader:
             return exchanged_by_rank({})
         responses = [replace(response, number=response.number % BATCH) for response in batch.responses.values()]
-        figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._waiting))}
+        figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._batches.waiting))}
         copies = {}
         if self._meetings.are_voted and not self._is_copied and self._snapshot is not None:
             live = self._channel.live  # the next one keeps it
@@ -514,13 +471,8 @@ class _Server:
         if not counts:
             self._log.take_back()
             return
-        further, live = list[Sequence[int]](), self._live_after[-1] if self._live_after else range(self._replicas)
-        for one in lost:
-            live = [replica for replica in live if replica != one]
-            further.append(live)
-        self._live_after += further
         self._copies, self._is_copied = {}, False
-        self._adopt([Snapshot.decoded(content) for content in copies or ()], further)
+        self._store(self._batches.lose(lost, [Snapshot.decoded(content) for content in copies or ()]))
 
     def _shared(self, lost: int) -> list[bytes]:
         """Exchange the copy of a lost replica's snapshot between the first ranks of all that are left; [] if it is lost too."""
@@ -529,28 +481,6 @@ class _Server:
             return []
         copy = self._copies.get(lost)
         return list(exchanged_by_rank({} if copy is None else dict.fromkeys(self._leaders().values(), copy)).values())
-
-    def _adopt(self, parts: Sequence[Snapshot], further: Sequence[Sequence[int]]) -> None:
-        """Draw the requests of open batches that are dealt to this replica now and were not before. parts: snapshots of the lost
-        replicas, whose responses go on; what came later is drawn again. further: replicas that are left after each of these."""
-        adopted: dict[int, Request] = {}
-        for number, batch in self._batches.items():
-            before, batch.live_after = batch.live_after, [*batch.live_after, *further]
-            new = [one for one in batch.requests if self._is_mine(one, batch.live_after) and not self._is_mine(one, before)]
-            adopted |= {number * BATCH + one.number: replace(one, number=number * BATCH + one.number) for one in new}
-            batch.prompts |= {number * BATCH + one.number: one.source for one in new}
-            batch.left += len(new)
-        self._drawn |= {number: drawn for part in parts for number, drawn in part.running.items() if number in adopted}
-        ended = {response.number: response for part in parts for response in part.finished if response.number in adopted}
-        begin = [request for number, request in adopted.items() if number not in ended]
-
-        def place(request: Request) -> tuple[bool, int]:
-            return request.number < _FIRST_EVALUATION * BATCH, request.number  # evaluations and the like go first
-
-        self._waiting = sorted([*self._waiting, *begin], key=place)
-        for batch in self._batches.values():  # again, as announcements are of a generation
-            self._announce(batch)
-        self._store(list(ended.values()))
 
     def join(self, between_steps: Callable[[], None]) -> bool:
         """Take part again, from the push that follows. False if the run is over first; GivenUp if the meeting does not count."""
@@ -596,21 +526,20 @@ class _Server:
         if not counts:
             self._log.take_back()
             return False
-        self._live_after = [live] if len(live) < self._replicas else []
+        self._batches.deal_to(live)
         if new == self._index:
             self._learn(json.loads(known or b""), meeting["steps"])
-        for batch in self._batches.values():  # again, as announcements are of a generation
-            self._announce(batch)
+        self._batches.announce_all()
         return True
 
     def _known(self) -> bytes:
         """Return what a replica that joins cannot know of its own."""
-        batches = {number: batch.live_after for number, batch in self._batches.items()}
+        batches = {number: batch.live_after for number, batch in self._batches.by_number.items()}
         return json.dumps({"num_evaluations": self._num_evaluations, "batches": batches}).encode()
 
     def _learn(self, known: Mapping[str, Any], steps: Mapping[str, Sequence[int]]) -> None:
-        """Take part in handing over the batches that have begun. steps: rows of each."""
+        """Take part in handing over the batches that have begun, of which it draws nothing. steps: rows of each."""
         self._num_evaluations = known["num_evaluations"]
         for step, live_after in known["batches"].items():
             requests = self._source.of_step(int(step), steps[step], 0)
-            self._batches[int(step)] = _Batch(f"step/{step}", requests, self._source.sampling, live_after)
+            self._batches.by_number[int(step)] = Batch(f"step/{step}", requests, self._source.sampling, live_after)

@@ -32,13 +32,14 @@ import torch.distributed as dist
 from megappo.bridge.sync import WeightSync
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.prompts import Prompt
+from megappo.rollout.batches import FIRST_EVALUATION
 from megappo.rollout.channel import Channel
 from megappo.rollout.episodes import Episodes
 from megappo.rollout.event_log import Change, EventLog, read_changes, read_script
 from megappo.rollout.generation import generate
 from megappo.rollout.hand_over import take_responses, take_snapshots
 from megappo.rollout.meetings import Guests, Hosts, Seats
-from megappo.rollout.server import _FIRST_EVALUATION, RequestSource, _Server, serve
+from megappo.rollout.server import RequestSource, _Server, serve
 from megappo.rollout.snapshot import Snapshot
 from megappo.rollout.subworld import prepare_rollout_world
 from megappo.rollout.turn import Turn
@@ -565,7 +566,7 @@ def test_a_lost_replica_takes_part_again_from_a_push(world, checkpoint):
     assert re.search(r"^l \d+ 1 \[1,0,\[1\]\]\n(.*\n)*j \d+ 1 \[1,1,\[1\]\]\nr 0 2$", first, re.MULTILINE)
     before, after = second.split("\nx 0 0\n")
     assert re.findall(r"^a \d+ (\d)", before, re.MULTILINE) and after.startswith("j 0 1 [1,1,[1]]\nr 0 2\n")
-    assert set(re.findall(r"^a \d+ (\d+)", after, re.MULTILINE)) == {"5", str(_FIRST_EVALUATION)}, "of later batches alone"
+    assert set(re.findall(r"^a \d+ (\d+)", after, re.MULTILINE)) == {"5", str(FIRST_EVALUATION)}, "of later batches alone"
     assert found["evaluation"] == world[0]["in step"]["evaluation"]
     assert all(Snapshot.decoded(data).is_dealt_anew for data in found["snapshots"].values()), "no resume is on its log"
 
@@ -603,9 +604,9 @@ def test_an_evaluation_is_drawn_by_one_version_beside_what_runs(world):
     meetings: Any = SimpleNamespace(channel=channel, seats=Seats(1, 1, 2), of=lambda *_: None)
     server = _Server(engine, meetings, SOURCE, EventLog(None, HEADER), lambda path: [])
     server._admit(1, rows_of(1))
-    server._begin_first(_FIRST_EVALUATION, "evaluation/0/held out", *of_evaluation("held out"))
+    server._begin_first(FIRST_EVALUATION, "evaluation/0/held out", *of_evaluation("held out"))
     server._begin()
-    first = _FIRST_EVALUATION * BATCH
+    first = FIRST_EVALUATION * BATCH
     assert submitted == [first, first + 2, first + 4, BATCH], "before what waits, each on its replica"
 
 

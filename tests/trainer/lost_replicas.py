@@ -115,25 +115,25 @@ def _die_in_step(version: int) -> None:
     VllmEngine.poll = poll
 
 
-def _die_in_push(version: int) -> None:
+def _die_in_push(fatal: int) -> None:
     """When the others wait for it in the exchange."""
     plain = VllmEngine._transferred
 
-    def transferred(self: VllmEngine, pushed: int) -> dict[str, float]:
-        if pushed == version:
+    def transferred(self: VllmEngine, version: int) -> dict[str, float]:
+        if version == fatal:
             _die()
-        return plain(self, pushed)
+        return plain(self, version)
 
     VllmEngine._transferred = transferred
 
 
-def _keep_adapter(version: int) -> None:
-    """Go on with the adapters of the push before."""
+def _keep_adapter(missed: int) -> None:
+    """Go on with the adapters of the push before this one."""
     plain = VllmEngine._transferred
 
-    def transferred(self: VllmEngine, pushed: int) -> dict[str, float]:
-        with mock.patch.object(self, "take_adapter", lambda tensors: None) if pushed == version else nullcontext():
-            return plain(self, pushed)
+    def transferred(self: VllmEngine, version: int) -> dict[str, float]:
+        with mock.patch.object(self, "take_adapter", lambda tensors: None) if version == missed else nullcontext():
+            return plain(self, version)
 
     VllmEngine._transferred = transferred
 
