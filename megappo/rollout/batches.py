@@ -79,6 +79,12 @@ class Batches:
     def responses(self) -> list[Response]:
         return [response for batch in self.by_number.values() for response in batch.responses.values()]
 
+    def num_drawn(self, besides: Batch) -> int:
+        """Count the tokens of finished responses, and of what waits and had begun, but for one batch."""
+        others = [batch for batch in self.by_number.values() if batch is not besides]
+        ended = sum(response.num_sampled for batch in others for response in batch.responses.values())
+        return ended + sum(drawn.num_tokens for drawn in self.drawn.values())
+
     def _is_mine(self, request: Request, live_after: Sequence[Sequence[int]]) -> bool:
         """True if a request is dealt to this replica. Whole prompts are, so that samples of one share its cached prefix.
         live_after: the replicas that are left after each loss."""

@@ -176,6 +176,7 @@ def _figures(of_replicas: Sequence[Mapping[str, float]], replicas: int) -> dict[
     return {
         Metric.REPLICAS.value: float(replicas),
         Metric.RUNNING.value: sum(one.get("running", 0.0) for one in of_replicas[-replicas:]),
+        Metric.TOKENS_IN_FLIGHT.value: sum(one.get("in_flight", 0.0) for one in of_replicas[-replicas:]),
         Metric.REQUESTS_CUT.value: found["requests_cut"],
         Metric.TOKENS_RECOMPUTED.value: found["tokens_recomputed"],
         Metric.ROLLOUT_IDLE.value: found["idle_s"] / replicas,

@@ -398,7 +398,8 @@ class _Server:
         if not self._is_leader:
             return exchanged_by_rank({})
         responses = [replace(response, number=response.number % BATCH) for response in batch.responses.values()]
-        figures = {**self._figures, "running": float(self._engine.num_running), "waiting": float(len(self._batches.waiting))}
+        in_flight = self._engine.num_drawn + self._batches.num_drawn(besides=batch)
+        figures = {**self._figures, "running": float(self._engine.num_running), "in_flight": float(in_flight)}
         copies = {}
         if self._meetings.are_voted and not self._is_copied and self._snapshot is not None:
             live = self._channel.live  # the next one keeps it

@@ -282,6 +282,11 @@ class VllmEngine:
     def num_running(self) -> int:
         return self.num_unfinished
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the running requests, of closed segments and of open ones."""
+        return sum(one.drawn.num_tokens + len(one.rows.ids_table) for one in [*self._aside, *self._asked.values()])
+
     def submit(self, requests: Sequence[Request], sampling: SamplingParams, drawn: Mapping[int, Drawn] = {}) -> None:
         """Add requests; temperature 0 gives the log-probs of temperature 1. drawn: what was drawn of some responses in another
         engine, by number. ValueError for a request longer than the context or for stop strings without tokenizer."""

@@ -227,6 +227,7 @@ class Metric(_Named):
     TOKEN_AGE_SHARE = "rollout/token_age_share/*", "share of the tokens by weights of this age: 0 to rollout.max_staleness"
     REPLICAS = "rollout/replicas", "replicas of the sampler that drew the step (rollout.max_staleness); fewer once some were lost"
     RUNNING = "rollout/running", "responses that had begun and not ended when the step was handed over (rollout.max_staleness)"
+    TOKENS_IN_FLIGHT = "rollout/tokens_in_flight", "tokens that had been drawn then for later steps, earlier turns left out"
     REQUESTS_CUT = "rollout/requests_cut", "responses that the push before found half drawn"
     TOKENS_RECOMPUTED = "rollout/tokens_recomputed", "their tokens, prompts included, that vLLM passed again"
     SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory (compaction)"

@@ -50,6 +50,7 @@ OWN = (
     "rollout/push_bytes",
     "rollout/replicas",
     "rollout/running",
+    "rollout/tokens_in_flight",
     "rollout/requests_cut",
     "rollout/tokens_recomputed",
     "rollout/token_age",
@@ -195,7 +196,9 @@ def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[P
     for row in rows:
         shares = [row[f"rollout/token_age_share/{age}"] for age in range(STALENESS + 1)]
         assert sum(shares) == pytest.approx(1) and row["rollout/token_age_mean"] == pytest.approx(shares[1] + 2 * shares[2])
-    assert sum(row["rollout/requests_cut"] for row in rows) > 0 < sum(row["rollout/tokens_recomputed"] for row in rows)
+    for name in ("requests_cut", "tokens_recomputed", "tokens_in_flight"):
+        assert sum(row[f"rollout/{name}"] for row in rows) > 0
+    assert not any(row["rollout/tokens_in_flight"] for row in lines_of(task[0] / "k0" / "metrics.jsonl"))
 
 
 def test_a_canary_judges_every_push_where_the_steps_own_tokens_are_older(task: tuple[Path, Any]) -> None:
@@ -225,7 +228,12 @@ def test_a_resume_on_the_events_of_a_run_is_that_run(task: tuple[Path, Any]) -> 
     assert in_flight_bytes(planned) / 4 < max(sizes) <= in_flight_bytes(planned)
     result = compare(runs / "k2", runs / "resumed")
     # What runs at a hand-over is the clock's; the push of a resume finds nothing running.
-    measured = ("rollout/running", "rollout/requests_cut of step 4", "rollout/tokens_recomputed of step 4")
+    measured = (
+        "rollout/running",
+        "rollout/tokens_in_flight",
+        "rollout/requests_cut of step 4",
+        "rollout/tokens_recomputed of step 4",
+    )
     assert [name for name in result.differing if not name.startswith(measured)] == []
     assert samples_of(runs / "k2") == samples_of(runs / "resumed")
     logs = [(runs / name / "events" / "replica-0.log").read_bytes() for name in ("k2", "resumed", "evaluated")]
@@ -287,7 +295,11 @@ def test_prompts_chosen_by_scores_are_the_same_after_a_resume_and_all_are_accoun
     failed = {one["failed by scores"] for one in found[:2]}.pop()
     assert re.fullmatch("RewardError: in step [456]", failed)
     result = compare(runs / "scores_k2", runs / "scores_resumed")
-    measured = ("rollout/running", *(f"rollout/{one} of {failed[-6:]}" for one in ("requests_cut", "tokens_recomputed")))
+    measured = (
+        "rollout/running",
+        "rollout/tokens_in_flight",
+        *(f"rollout/{one} of {failed[-6:]}" for one in ("requests_cut", "tokens_recomputed")),
+    )
     assert [name for name in result.differing if not name.startswith(measured)] == []
     ours = samples_of(runs / "scores_k2")
     assert ours == samples_of(runs / "scores_resumed")
