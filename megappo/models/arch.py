@@ -69,6 +69,11 @@ class MoeArch:
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a score of the token
     clamp: Clamp | None = None  # of experts whose checkpoint has [experts, in, out] matrices and biases, as the router has
 
+    @property
+    def stacked(self) -> bool:
+        """True if one tensor of the checkpoint, [experts, in, out], holds a matrix of all experts of a layer."""
+        return self.clamp is not None
+
 
 class Latent(NamedTuple):
     """Multi-head latent attention (arXiv:2405.04434): ranks of the compressed queries (None: not compressed) and of keys with
@@ -298,20 +303,18 @@ def check_tp(arch: ModelArch, tp: int) -> None:
 
 def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) -> None:
     """Raise ValueError if cp does not fit the heads of a tp rank; it names the sizes that do. Call `check_tp` first."""
-    if arch.delta is not None and cp > 1:
-        fix = "set cp to 1, and raise tp or lower the role's micro_batch_tokens"
-        raise ValueError(f"cp {cp} would cut the sequences that the delta nets of this {arch.family} model pass in order; {fix}")
-    # The limit is of attention that exchanges tokens for heads: ours, and TransformerEngine's layers with a sliding window.
-    if implementation == "transformer_engine" and arch.sliding_window is None and arch.latent is None:
-        return
+    # The limit is of layers that exchange tokens for heads: delta nets, our attention, and TransformerEngine's with a window.
+    ring = implementation == "transformer_engine" and arch.sliding_window is None and arch.latent is None
     heads, kv_heads = arch.num_heads // tp, arch.as_held(tp).num_kv_heads // tp
+    key_heads = 0 if arch.delta is None else arch.delta.key_heads // tp
 
     def fits(size: int) -> bool:
-        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        return key_heads % size == 0 and (ring or (heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)))
 
     if not fits(cp):
         has = f"a tp rank has {heads} attention heads and {kv_heads} KV heads (tp {tp})"
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
+        has += f", and its delta nets {key_heads} key heads" if key_heads else ""
+        sizes = ", ".join(str(size) for size in range(1, max(heads, key_heads) + 1) if fits(size))
         raise ValueError(f"cp {cp} does not divide the heads: {has}; the sizes that work are {sizes}")
 
 

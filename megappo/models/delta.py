@@ -1,4 +1,5 @@
 """Gated delta net (Qwen3-Next, Qwen3.5; arXiv:2412.06464) over packed sequences, cut by its heads over tp, with sequence parallel.
+Under context parallel ranks exchange tokens for key heads and their value heads, as attention does.
 
 Megatron-core's GatedDeltaNet needs flash-linear-attention and a GPU, and refuses packed sequences. Here sequences of like length
 are padded on the right, which no token before sees, and the rule runs over chunks of them in torch's own products, on any device.
@@ -20,6 +21,7 @@ from torch.nn.functional import pad as pad_end
 
 from megappo.models.arch import Delta
 from megappo.models.attention import Grouping, PackedSequences, pad, unpad
+from megappo.parallel.context import ContextShard
 
 CHUNK = 64
 """Tokens of which a layer solves one triangular system, as in transformers and flash-linear-attention."""
@@ -55,9 +57,10 @@ class DeltaNet(torch.nn.Module):
         settings: dict[str, Any] = dict(
             config=config, init_method=config.init_method, bias=False, skip_bias_add=True, is_expert=False, tp_group=tp
         )
+        self._mixed = (self.mine.keys, self.mine.keys, self.mine.values)
         rows = 2 * (delta.keys + delta.values + delta.value_heads)
         self.in_proj = submodules.column(config.hidden_size, rows, gather_output=False, **settings)
-        self.conv1d = CausalKernels(2 * self.mine.keys + self.mine.values, delta.width, config)
+        self.conv1d = CausalKernels(sum(self._mixed), delta.width, config)
         self.A_log, self.dt_bias = (_sharded(config, self.mine.value_heads) for _ in range(2))
         self.norm = GatedNorm(delta.value_dim, config, tp)
         self.out_proj = submodules.row(delta.values, config.hidden_size, input_is_parallel=True, **settings)
@@ -65,13 +68,19 @@ class DeltaNet(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, H] -> ([T, 1, H], no bias); this rank's tokens under sequence parallel."""
+        """[T, 1, H] -> ([T, 1, H], no bias); this rank's tokens under context and sequence parallel."""
         mixed, gate, beta, speed = self._parts(self.in_proj(hidden_states)[0].squeeze(1))
+        a_log, dt_bias, kernels, context = self.A_log, self.dt_bias, self.conv1d.weight, packed_seq_params.context
+        if context is not None:
+            mixed, beta, speed = self._of_own_heads(mixed, beta, speed, context)
+            a_log, dt_bias = (x.chunk(context.size)[context.rank] for x in (a_log, dt_bias))
+            kernels = torch.cat([x.chunk(context.size)[context.rank] for x in kernels.split(self._mixed)])
         # In fp32 in a model of any type, as transformers and vLLM compute it.
-        decay = -self.A_log.float().exp() * softplus(speed.float() + self.dt_bias.float())
+        decay = -a_log.float().exp() * softplus(speed.float() + dt_bias.float())
         attend = partial(self._attend, packed_seq_params.grouping())
-        inputs = mixed, decay, beta.sigmoid()
+        inputs = mixed, decay, beta.sigmoid(), kernels
         out: Tensor = checkpoint(attend, False, *inputs) if self.recomputes and self.training else attend(*inputs)
+        out = out if context is None else context.tokens_from_heads(out)
         return self.out_proj(self.norm(out, gate.view_as(out)).flatten(1)[:, None])
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,21 +89,31 @@ class DeltaNet(torch.nn.Module):
         mine, tokens = self.mine, rows.size(0)
         keys, values, heads = mine.keys, mine.values, mine.value_heads
         if not mine.by_key_head:
-            mixed, gate, beta, speed = rows.split((2 * keys + values, values, heads, heads), dim=-1)
+            mixed, gate, beta, speed = rows.split((sum(self._mixed), values, heads, heads), dim=-1)
             return mixed, gate, beta, speed
         projected, scalars = (x.view(tokens, mine.key_heads, -1) for x in rows.split((2 * (keys + values), 2 * heads), dim=-1))
         *mixed, gate = projected.split((mine.key_dim, mine.key_dim, *2 * (values // mine.key_heads,)), dim=-1)
         beta, speed = scalars.chunk(2, dim=-1)
         return torch.cat([part.flatten(1) for part in mixed], dim=-1), gate.flatten(1), beta.flatten(1), speed.flatten(1)
 
-    def _attend(self, grouping: Grouping, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Convolution and rule within each sequence: [T, ...] -> [T, value heads, value_dim]."""
-        mine, outputs = self.mine, []
+    def _of_own_heads(self, mixed: Tensor, beta: Tensor, speed: Tensor, context: ContextShard) -> tuple[Tensor, ...]:
+        """Exchange the parts of this cp rank's tokens for those of all tokens and of its heads: [T / cp, size] -> [T, size / cp].
+        Collective."""
+        parts = [x.unflatten(1, (self.mine.key_heads, -1)) for x in (*mixed.split(self._mixed, dim=-1), beta, speed)]
+        whole = context.heads_from_tokens(torch.cat(parts, dim=-1)).split([x.size(-1) for x in parts], dim=-1)
+        *mixed_parts, beta, speed = (x.flatten(1) for x in whole)
+        return torch.cat(mixed_parts, dim=-1), beta, speed
+
+    def _attend(self, grouping: Grouping, mixed: Tensor, decay: Tensor, beta: Tensor, kernels: Tensor) -> Tensor:
+        """Convolution and rule within each sequence, of all heads or some: [T, ...] -> [T, value heads, value_dim]. kernels: of the
+        channels of `mixed`."""
+        ranks, outputs = self.mine.value_heads // beta.size(1), []
+        mine = self.mine._replace(key_heads=self.mine.key_heads // ranks, value_heads=beta.size(1))
         padded = [pad(x, grouping) for x in (mixed, decay, beta)]
         for group in grouping.groups:
             rows, sizes = group.num_sequences * group.length, (group.num_sequences, group.length)
             x, g, b = (part.narrow(0, group.start, rows).view(*sizes, -1) for part in padded)
-            query, key, value = self.conv1d(x).split((mine.keys, mine.keys, mine.values), dim=-1)
+            query, key, value = convolution(x, kernels).split((mine.keys, mine.keys, mine.values), dim=-1)
             query, key = (part.reshape(*sizes, mine.key_heads, mine.key_dim) for part in (query, key))
             value = value.reshape(*sizes, mine.value_heads, mine.value_dim)
             outputs.append(delta_rule(query, key, value, g, b).reshape(rows, mine.value_heads, mine.value_dim))
@@ -104,16 +123,18 @@ class DeltaNet(torch.nn.Module):
 
 
 class CausalKernels(torch.nn.Module):
-    """Convolution of every channel with itself over the tokens before, and SiLU. weight: [channels, width]."""
+    """Kernels of `convolution`, weight [channels, width]."""
 
     def __init__(self, channels: int, width: int, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = _sharded(config, channels, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[sequences, length, channels] -> the same."""
-        channels, width = self.weight.shape
-        return silu(conv1d(pad_end(x.transpose(1, 2), (width - 1, 0)), self.weight[:, None], groups=channels).transpose(1, 2))
+
+def convolution(x: Tensor, kernels: Tensor) -> Tensor:
+    """Convolve every channel with itself over the tokens before, and apply SiLU: [sequences, length, channels] -> the same.
+    kernels: [channels, width]."""
+    channels, width = kernels.shape
+    return silu(conv1d(pad_end(x.transpose(1, 2), (width - 1, 0)), kernels[:, None], groups=channels).transpose(1, 2))
 
 
 class GatedNorm(torch.nn.Module):

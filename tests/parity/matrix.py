@@ -74,7 +74,7 @@ WINDOW: dict[int, list[Case]] = {2: [({"cp": 2}, {"tp": 2})]}  # of the body, as
 SIGMOIDS: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {"cp": 2, "ep": 2, "pp": 2})]}
 LATENT: dict[int, list[Case]] = {4: [({**SP, "cp": 2, "ep": 2}, {**SP, "pp": 2, "vpp": 2})]}
 SINKS: dict[int, list[Case]] = {4: [({**SP, "cp": 2, "etp": 2}, {"ep": 2, "pp": 2, "vpp": 2})]}  # and biases, which etp cuts too
-# Delta nets and gated attention in turn, gated shared experts; no cp.
+# Delta nets and gated attention in turn, gated shared experts; cp is in tests/models/test_moe.py.
 DELTA: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {**SP, "pp": 2, "vpp": 2, "etp": 2})]}
 # Windows and rotary embeddings by layer, norms of outputs, tied embeddings.
 SANDWICH: dict[int, list[Case]] = {4: [({**SP, "cp": 2}, {**SP, "pp": 2, "vpp": 2}), ({**SP, "tp": 4}, {"tp": 4})]}

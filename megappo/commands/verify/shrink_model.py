@@ -167,10 +167,11 @@ def _latent(arch: ModelArch) -> dict[str, Any]:
 
 
 def _delta(arch: ModelArch, parallels: Sequence[ParallelConfig], num_layers: int) -> dict[str, Any]:
-    """Delta nets and attention in turn, with a key head for every tp rank, and as many value heads to it as in the user's model."""
+    """Delta nets and attention in turn, with a key head for every tp and cp rank, each with as many value heads as in the user's
+    model."""
     if arch.delta is None:
         return {}
-    key_heads = lcm(2, *(p.tp for p in parallels))
+    key_heads = lcm(2, *(p.tp * p.cp for p in parallels))
     return {
         "layer_types": [("full_attention", "linear_attention")[layer % 2 == 0] for layer in range(num_layers)],
         "linear_num_key_heads": key_heads,
