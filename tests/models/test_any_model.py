@@ -77,8 +77,8 @@ def test_pieces_cover_every_tensor_once(folder, kind: str, value_head: bool) -> 
 
 
 def test_layers_of_one_kind_share_a_template(tmp_path) -> None:
-    config_of("mixtral", {**FAMILIES["mixtral"], "num_hidden_layers": 12}).save_pretrained(tmp_path)
-    assert len(shard_piece_map(named(tmp_path, "MixtralForCausalLM"), ParallelLayout(4)).templates) == 2
+    config_of("minimax_m2", {**FAMILIES["minimax_m2"], "num_hidden_layers": 12}).save_pretrained(tmp_path)
+    assert len(shard_piece_map(named(tmp_path, "MiniMaxM2ForCausalLM"), ParallelLayout(4)).templates) == 2
 
 
 def named(path: Path, architecture: str):
@@ -89,12 +89,12 @@ def named(path: Path, architecture: str):
 
 
 def test_a_model_without_a_family_is_read_for_fsdp2_alone(folder) -> None:
-    arch = arch_for(folder / "mixtral", "fsdp2")
-    assert (arch.family, arch.num_layers, arch.hidden_size, arch.vocab_size) == ("mixtral", 2, 64, 131)
+    arch = arch_for(folder / "minimax_m2", "fsdp2")
+    assert (arch.family, arch.num_layers, arch.hidden_size, arch.vocab_size) == ("minimax_m2", 2, 64, 131)
     assert arch.moe is not None and (arch.moe.num_experts, arch.moe.top_k, arch.moe.ffn_size) == (5, 2, 96)
     assert arch_for(folder / "deepseek_v3", "fsdp2").moe.dense_layers == (0,)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="architecture MixtralForCausalLM is not supported.*; engine fsdp2 runs any") as refused:
-        arch_for(folder / "mixtral", "megatron")
+    with pytest.raises(ValueError, match="architecture MiniMaxM2ForCausalLM is not supported.*; engine fsdp2 runs any") as refused:
+        arch_for(folder / "minimax_m2", "megatron")
     assert "\n" not in str(refused.value)
 
 

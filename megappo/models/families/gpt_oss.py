@@ -36,5 +36,6 @@ GPT_OSS = Family(
         Matrix("mlp.router.weight", "mlp.router.weight", "experts", "hidden"),
         beside=(Matrix("mlp.router.bias", "mlp.router.bias", "experts"),),
     ),
+    defaults={"rope_theta": 150000.0},
     details=_details,
 )

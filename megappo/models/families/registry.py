@@ -9,6 +9,7 @@ from megappo.models.families.gpt_oss import GPT_OSS
 from megappo.models.families.llama import LLAMA
 from megappo.models.families.ministral3 import MINISTRAL3
 from megappo.models.families.mistral import MISTRAL
+from megappo.models.families.mixtral import MIXTRAL
 from megappo.models.families.qwen2 import QWEN2
 from megappo.models.families.qwen3 import QWEN3
 from megappo.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -22,6 +23,7 @@ _ALL = (
     QWEN3,
     QWEN3_MOE,
     MISTRAL,
+    MIXTRAL,
     MINISTRAL3,
     GEMMA3,
     GLM4_MOE,

@@ -234,7 +234,7 @@ def test_a_model_without_a_family_is_counted_by_its_engine(tmp_path, capsys):
         "intermediate_size": 512,
     }
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 1024}
-    facts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"} | sizes | experts
+    facts = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 32} | sizes | experts
     whole = ["policy.parallel.tp=1", "policy.parallel.pp=1", "policy.parallel.layers_per_stage=null"]
     engines = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
     code, told = tune(capsys, write_run(tmp_path, facts), "--gpu", "h100", "--as-is", *whole, *engines)
