@@ -116,11 +116,12 @@ class Adapters:
     def experts(self, base: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> Iterator[tuple[str, AdaptedExperts]]:
         """Yield the parameters of experts on this rank with their adapters. base, shards: of the weights and of the adapters."""
         blocks: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        turned = {stack.parameter: stack.turned for stack in self.stacks}
         for stack in self.stacks:
             if stack.parameter in base:
                 a, b = (shards[stack.name + part] for part in (ADAPTER_A, ADAPTER_B))
                 blocks.setdefault(stack.parameter, []).append((stack.row, a, b))
-        return ((name, AdaptedExperts(base[name], tuple(found), self.scaling)) for name, found in blocks.items())
+        return ((name, AdaptedExperts(base[name], tuple(found), self.scaling, turned[name])) for name, found in blocks.items())
 
     @property
     def copied(self) -> set[str]:
@@ -195,12 +196,11 @@ class LoraExperts(torch.nn.Module):
     @staticmethod
     def add_to(experts: torch.nn.Module, adapters: Adapters, stacks: Sequence[Stack]) -> None:
         """Add adapters on the meta device. ValueError for a class that does not multiply its experts' rows as is usual."""
-        usual = getattr(experts, "has_gate", False) and not getattr(experts, "is_transposed", True)
-        if not usual or getattr(experts, "has_bias", True):
+        if not getattr(experts, "has_gate", False) or experts.is_transposed != stacks[0].turned:
             kinds = ", ".join(sorted({stack.name.rpartition(".")[2] for stack in stacks}))
             raise ValueError(
                 f"lora.targets: engine fsdp2 has no adapters for the experts of {type(experts).__name__}, which are not gated, "
-                f"transposed, or have biases; name others than {kinds}"
+                f"or whose class holds them transposed; name others than {kinds}"
             )
         added = LoraExperts()
         added.blocks = [(stack.parameter.rpartition(".")[2], stack.row, stack.name.rpartition(".")[2]) for stack in stacks]
@@ -235,17 +235,19 @@ class LoraExperts(torch.nn.Module):
         chosen, order = torch.sort(top_k_index.reshape(-1))
         numbers = torch.arange(len(experts.down_proj), device=chosen.device)
         ends = torch.searchsorted(chosen, numbers, right=True).to(torch.int32)
-        rows = self._product(experts, adapters, "gate_up_proj", hidden_states[order // top_k], ends)
-        rows = self._product(experts, adapters, "down_proj", experts._apply_gate(rows), ends)
+        rows = self._product(experts, adapters, "gate_up_proj", hidden_states[order // top_k], chosen, ends)
+        rows = self._product(experts, adapters, "down_proj", experts._apply_gate(rows), chosen, ends)
         weighted = rows * top_k_weights.reshape(-1)[order][:, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return weighted[back].view(tokens, top_k, width).sum(1).to(hidden_states.dtype)
 
-    def _product(self, experts: Any, adapters: Adapters, parameter: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply rows that are sorted by expert, [S, in] -> [S, out]."""
+    def _product(self, experts: Any, adapters: Adapters, parameter: str, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
+        """Multiply rows that are sorted by expert, [S, in] -> [S, out]. chosen: [S] their experts."""
         weight = getattr(experts, parameter)
-        output = grouped_linear(x, weight, ends)
+        output = grouped_linear(x, weight.transpose(-2, -1) if experts.is_transposed else weight, ends)
+        if experts.has_bias:
+            output = output + getattr(experts, f"{parameter}_bias")[chosen]
         mine = sorted((row, kind) for of, row, kind in self.blocks if of == parameter)
         if not mine:
             return output

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megappo.models.arch import Kind, ModelArch, MoeArch
-from megappo.models.weight_rules import GateUp, OfStack, RowParallel, Rule
+from megappo.models.weight_rules import GateUp, Matrix, OfStack, RowParallel, Rule
 
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 """Endings of the transformers classes that a checkpoint may be of."""
@@ -60,6 +60,10 @@ class Experts:
             RowParallel(local + "linear_fc2.weight", self.down.format(expert), "expert"),
         )
 
+    def linears(self, expert: int) -> tuple[Rule, ...]:
+        """Rules of one expert's matrices as weights [out, in] of linear layers under names of their own, which adapters have."""
+        return self.rules(expert)
+
 
 @dataclass(frozen=True)
 class StackedExperts(Experts):
@@ -77,6 +81,13 @@ class StackedExperts(Experts):
             OfStack(local + "linear_fc2.weight", self.down, expert, "expert", "hidden", 0),
             # The ranks' products are added up: each brings its channels of the bias.
             OfStack(local + "linear_fc2.bias", self.down + "_bias", expert, None, "hidden", 1),
+        )
+
+    def linears(self, expert: int) -> tuple[Rule, ...]:
+        local, prefix = f"mlp.experts.local_experts.{expert}.", f"mlp.experts.{expert}."
+        return (
+            Matrix(local + "linear_fc1.weight", prefix + "gate_up_proj.weight", "gate and up", "hidden", 0),
+            Matrix(local + "linear_fc2.weight", prefix + "down_proj.weight", "hidden", "expert", 1),
         )
 
 

@@ -109,11 +109,24 @@ def int8_modules(arch: ModelArch, lora: LoraConfig | None) -> dict[str, tuple[in
 
 
 def tensors_to_adapt(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
-    """Shapes of the checkpoint's tensors (`weight_map.hf_tensors`) without matrices that belong to no linear layer."""
+    """Shapes of the checkpoint's tensors (`weight_map.hf_tensors`) without matrices that belong to no linear layer; experts that
+    are stacked in one (`MoeArch.stacked`) have a weight each."""
     # In transformers' own class of a model without a family: routers, for example.
     others = {part.hf for one in arch.own if not one.linear and len(one.shape) == 2 for part in one.parts}
-    in_layers = {name for name in others if _LAYER.search(name) and ".experts." not in name}
-    return {name: shape for name, shape in hf_tensors(arch, value_head).items() if name not in in_layers}
+    in_layers = {name for name in others if _LAYER.search(name) and _EXPERTS not in name}
+    tensors = {name: shape for name, shape in hf_tensors(arch, value_head).items() if name not in in_layers}
+    return tensors if arch.moe is None or not arch.moe.stacked else _each_expert(tensors)
+
+
+def _each_expert(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Give every expert of a stack [experts, in, out] a weight of its own, [out, in]; leave out their biases."""
+    found: dict[str, Shape] = {}
+    for name, shape in tensors.items():
+        if _EXPERTS not in name:
+            found[name] = shape
+        elif len(shape) == 3:
+            found |= {f"{of_expert(name, expert)}.weight": (shape[2], shape[1]) for expert in range(shape[0])}
+    return found
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -198,25 +211,29 @@ class Adapted:
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """`Adapted` of several experts in one parameter. base: [experts, rows, columns]. blocks: (first row in an expert's matrix, A
-    [experts, rank, columns], B [experts, rows of the block, rank]) of every adapter."""
+    """`Adapted` of several experts in one parameter. base: [experts, rows, columns], or [experts, columns, rows] if `turned`.
+    blocks: (first row in an expert's matrix, A [experts, rank, columns], B [experts, rows of the block, rank]) of every adapter."""
 
     base: Tensor
     blocks: tuple[tuple[int, Tensor, Tensor], ...]
     scaling: float
+    turned: bool = False
 
     @property
     def shape(self) -> torch.Size:
         return self.base.shape
 
     def rectangle(self, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-        """Part [rows, cols] of the merged weight of expert `slot`, in fp32."""
+        """Part [rows, cols] of the merged weight of expert `slot`, as `base` holds it, in fp32."""
         part = self.base.detach()[slot, row : row + rows, col : col + cols].to(torch.float32, copy=True)
+        whole = part.t() if self.turned else part  # a view
+        if self.turned:
+            row, col, rows, cols = col, row, cols, rows
         for first, a, b in self.blocks:
             start, stop = max(row, first), min(row + rows, first + b.size(1))
             if start < stop:
                 left, right = b.detach()[slot, start - first : stop - first], a.detach()[slot, :, col : col + cols]
-                part[start - row : stop - row].addmm_(left.float(), right.float(), alpha=self.scaling)
+                whole[start - row : stop - row].addmm_(left.float(), right.float(), alpha=self.scaling)
         return part
 
 

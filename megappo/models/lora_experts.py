@@ -20,10 +20,13 @@ from torch.nn import functional
 from megappo.config.role_sections import LoraConfig
 from megappo.models.lora import AdaptedExperts, initial_a, of_expert, scaling
 from megappo.models.lora_shards import AdaptedLinear, Modules, stack_of
+from megappo.models.moe import ClampedExperts
 from megappo.models.pieces import Box
 from megappo.parallel.groups import ProcessGroups
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+ONE_BY_ONE = (SequentialMLP, ClampedExperts)
+"""Modules of a layer's experts that are modules themselves; others multiply with all at once."""
 _MULTIPLE = 8  # numbers: 16 bytes in bf16, to which rows of a grouped product have to be aligned
 _Product = Callable[[str, Tensor], Tensor]
 
@@ -103,7 +106,7 @@ class ExpertAdapters(torch.nn.Module):
         for adapter in self.each():
             adapter.start(seed)
         experts.add_module("lora", self)
-        if not isinstance(experts, SequentialMLP):
+        if not isinstance(experts, ONE_BY_ONE):
             for name in self._rows:  # inputs of TransformerEngine's grouped linear: (tokens sorted by expert, tokens of each)
                 experts.get_submodule(name).register_forward_hook(lambda _, x, out, name=name: self._of_all(name, x[0], x[1], out))
             return
@@ -160,11 +163,11 @@ class ExpertAdapters(torch.nn.Module):
                 one = slice(number, number + 1)
                 blocks = tuple((first, adapter.lora_A[one], adapter.lora_B[one]) for first, adapter in held)
                 weight = _weight(experts, linear, number)
-                yield weight, AdaptedExperts(weight[None], blocks, self.scaling)
+                yield weight, AdaptedExperts(weight[None], blocks, self.scaling, isinstance(experts, ClampedExperts))
 
 
 def _weight(experts: torch.nn.Module, linear: str, number: int) -> Tensor:
-    if isinstance(experts, SequentialMLP):
+    if isinstance(experts, ONE_BY_ONE):
         return experts.get_parameter(f"local_experts.{number}.{linear}.weight")
     return experts.get_parameter(f"{linear}.weight{number}")
 

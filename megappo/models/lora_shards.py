@@ -14,7 +14,7 @@ from megappo.models.int8_linear import most_blocks, num_blocks
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, expert_of, of_expert
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
 from megappo.models.row_shards import layer_prefix
-from megappo.models.weight_map import expert_rules, hf_cuts, hf_layer, layer_rules, rank_experts
+from megappo.models.weight_map import expert_linears, hf_cuts, hf_layer, layer_rules, rank_experts
 from megappo.models.weight_rules import Cut, Rule
 from megappo.parallel.layout import Coordinates, ParallelLayout
 
@@ -40,7 +40,7 @@ def adapted_linears(arch: ModelArch, tp: int, tp_rank: int, layer: int, modules:
 
 def adapted_experts(arch: ModelArch, etp: int, etp_rank: int, layer: int, modules: Modules) -> Iterator[AdaptedLinear]:
     """Yield the adapted weights of expert 0 of a layer, which are those of the others under other numbers."""
-    rules = expert_rules(arch, 0) if arch.is_sparse(layer) else ()
+    rules = expert_linears(arch) if arch.is_sparse(layer) else ()
     return _adapted(arch, rules, etp, etp_rank, layer, modules)
 
 

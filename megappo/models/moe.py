@@ -106,12 +106,16 @@ class ClampedExperts(torch.nn.Module):
 
 
 class _Matrix(torch.nn.Module):
-    """weight [in, out] and bias [1, biased] of one product."""
+    """Product with weight [in, out], and bias [1, biased] of the outputs behind `before`. It returns what Megatron's linears do."""
 
-    def __init__(self, inputs: int, outputs: int, biased: int, **empty: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, biased: int, before: int = 0, **empty: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(inputs, outputs, **empty))
         self.bias = torch.nn.Parameter(torch.empty(1, biased, **empty))
+        self._around = (before, outputs - before - biased)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        return rows @ self.weight + pad(self.bias, self._around), None
 
 
 class ClampedExpert(torch.nn.Module):
@@ -123,16 +127,16 @@ class ClampedExpert(torch.nn.Module):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         empty: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         ffn, hidden, mine = config.moe_ffn_hidden_size // etp.size(), config.hidden_size, config.hidden_size // etp.size()
-        self.clamp, self._around = clamp, (etp.rank() * mine, hidden - (etp.rank() + 1) * mine)
+        self.clamp = clamp
         self.linear_fc1 = _Matrix(hidden, 2 * ffn, 2 * ffn, **empty)
-        self.linear_fc2 = _Matrix(ffn, hidden, mine, **empty)
+        self.linear_fc2 = _Matrix(ffn, hidden, mine, etp.rank() * mine, **empty)
 
     def forward(self, rows: Tensor) -> Tensor:
         alpha, limit = self.clamp
-        both = rows @ self.linear_fc1.weight + self.linear_fc1.bias
+        both, _ = self.linear_fc1(rows)
         gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         product = (up + 1) * (gate * torch.sigmoid(alpha * gate))
-        return product @ self.linear_fc2.weight + pad(self.linear_fc2.bias, self._around)
+        return self.linear_fc2(product)[0]
 
 
 class SparseLayer(TransformerLayer):

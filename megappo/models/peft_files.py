@@ -16,7 +16,7 @@ from megappo.config.role_sections import LoraConfig
 from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.gather import Gather
-from megappo.models.lora import adapted_of, expert_of
+from megappo.models.lora import ADAPTER_A, adapted_of, expert_of
 from megappo.models.pieces import PieceMap, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
@@ -24,15 +24,19 @@ from megappo.parallel.groups import ProcessGroups
 ADAPTER_FOLDER = "adapter"
 """Folder of an export that holds them."""
 _PREFIX = "base_model.model."
+_GATE_UP, _FUSED, _LAST = ("gate_proj", "up_proj"), "gate_up_proj", "down_proj"
+"""Names of experts' matrices in checkpoints, and of transformers' parameters of all experts of a layer."""
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """Adapters of a model, and a value head, for an export. parameters: of this rank. pieces: of every position."""
+    """Adapters of a model, and a value head, for an export. parameters: of this rank. pieces: of every position. stacked: one
+    tensor of the model holds a matrix of all experts of a layer (`MoeArch.stacked`)."""
 
     lora: LoraConfig
     parameters: Mapping[str, Tensor]
     pieces: PieceMap
+    stacked: bool
 
 
 def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:
@@ -44,36 +48,73 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
     if groups.position != 0:
         return
     tensors = {name: whole for name, whole in found.items() if whole is not None}
+    if adapter.stacked:
+        tensors = _in_stacks(tensors)
     if VALUE_HEAD in shapes:
         tensors[f"{_PREFIX}score.bias"] = torch.zeros(shapes[VALUE_HEAD][0])  # transformers' token classifiers have one
     folder.mkdir()
     if tokenizer is not None:  # the base model's may be another
         tokenizer.save(folder)
-    config = adapter_config(adapter.lora, list(shapes), source)
+    config = adapter_config(adapter.lora, list(shapes), source, stacked=adapter.stacked)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     file = folder / "adapter_model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     open_to_readers_of(folder, file)
 
 
-def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path) -> dict[str, Any]:
-    """Make adapter_config.json of tensors with these names."""
+def _in_stacks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the adapters of a layer's experts as PEFT has them for parameters [experts, in, out]: A [experts x rank, in] and B [out,
+    rank x experts]. PEFT wraps the module of the experts once for each of its parameters, the first one innermost."""
+    found, stacks = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in tensors.items():
+        if (place := expert_of(name)) is None:
+            found[name] = tensor
+        else:
+            stacks.setdefault(place[0], []).append(tensor)
+    for name, each in stacks.items():
+        inner = "base_layer." if name.replace(_FUSED, _LAST) in stacks else ""
+        joined = torch.cat(each) if name.endswith(ADAPTER_A) else torch.stack(each, dim=-1).flatten(1)
+        found[name.replace(f"{_FUSED}.", inner).replace(f"{_LAST}.", "")] = joined
+    return found
+
+
+def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path, *, stacked: bool = False) -> dict[str, Any]:
+    """Make adapter_config.json of tensors with these names. stacked: see `AdapterTensors`."""
     modules = adapted_of(names)
-    kinds = sorted({module.rpartition(".")[2] for module in modules})
-    value_head = VALUE_HEAD in names
-    return {
+    value_head, of_experts = VALUE_HEAD in names, {_kind(module) for module in modules if expert_of(module)}
+    targets = sorted(set(map(_kind, modules))) if isinstance(lora.targets, str) else list(lora.targets)
+    config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if value_head else "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         # PEFT loads no adapters of experts with dropout, which is of training alone.
-        "lora_dropout": 0.0 if any(map(expert_of, modules)) else lora.dropout,
+        "lora_dropout": 0.0 if of_experts else lora.dropout,
         "use_rslora": False,
-        "target_modules": kinds if isinstance(lora.targets, str) else list(lora.targets),
+        "target_modules": targets,
         # PEFT loads the head as a whole layer, not as an adapter.
         "modules_to_save": ["score"] if value_head else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    # Shared experts and dense layers, which PEFT would take for experts if it found them among the modules.
+    beside = {_in_layer(module) for module in modules if expert_of(module) is None and _kind(module) in of_experts}
+    if not stacked and (not beside or len(of_experts.intersection(_GATE_UP)) == 1):
+        return config
+    of_stacks = sorted({_FUSED if kind in _GATE_UP else kind for kind in of_experts})
+    config["target_modules"] = [name for name in targets if _kind(name) not in of_experts]
+    config["target_parameters"] = [f"experts.{kind}" for kind in of_stacks] + [f"{name}.weight" for name in sorted(beside)]
+    if not stacked:  # PEFT joins the adapters of gate and up
+        joined = rf".*\.{_FUSED}"
+        config |= {"rank_pattern": {joined: 2 * lora.rank}, "alpha_pattern": {joined: 2 * lora.alpha}}
+    return config
+
+
+def _kind(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _in_layer(module: str) -> str:
+    return module.partition(".layers.")[2].partition(".")[2]

@@ -101,6 +101,7 @@ class Stack(NamedTuple):
     parameter: str  # [experts, ...]
     row: int  # of the matrix in its expert's part of it
     modules: tuple[str, ...]  # by expert
+    turned: bool = False  # the parameter is a stack of the checkpoint's too, [experts, in, out]
 
 
 def stacks_of(arch: ModelArch, modules: Collection[str]) -> list[Stack]:
@@ -108,15 +109,30 @@ def stacks_of(arch: ModelArch, modules: Collection[str]) -> list[Stack]:
     found: list[Stack] = []
     for one in arch.own:
         by_row: dict[int, dict[int, str]] = {}
-        for part in one.parts if len(one.shape) == 3 else ():
-            if (module := part.hf.removesuffix(".weight")) in modules:
-                expert, row = divmod(part.row, one.shape[1])
+        for first, module in _linears_in(one):
+            if module in modules:
+                expert, row = divmod(first, one.shape[1])
                 by_row.setdefault(row, {})[expert] = module
         layer = one.name.rpartition(".")[0]
         for row, of_expert in by_row.items():
             names = tuple(of_expert[expert] for expert in range(one.shape[0]))
-            found.append(Stack(f"{layer}.lora.{names[0].rpartition('.')[2]}", one.name, row, names))
+            found.append(Stack(f"{layer}.lora.{names[0].rpartition('.')[2]}", one.name, row, names, _is_stack(one.parts[0])))
     return found
+
+
+def _linears_in(one: OwnParameter) -> Iterable[tuple[int, str]]:
+    """Yield (first row, module) of the experts' matrices in a parameter, as `lora.tensors_to_adapt` names them."""
+    for part in one.parts if len(one.shape) == 3 else ():
+        if not _is_stack(part):
+            yield part.row, part.hf.removesuffix(".weight")
+            continue
+        before, _, kind = part.hf.rpartition("experts.")
+        for expert in range(part.shape[0]):
+            yield expert * part.shape[1], f"{before}experts.{expert}.{kind}"
+
+
+def _is_stack(part: Part) -> bool:
+    return len(part.shape) == 3
 
 
 def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParameter, ...]:

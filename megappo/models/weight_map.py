@@ -55,6 +55,13 @@ def expert_rules(arch: ModelArch, expert: int) -> tuple[Rule, ...]:
     return experts.rules(expert)
 
 
+def expert_linears(arch: ModelArch) -> tuple[Rule, ...]:
+    """Rules of the linear layers of a layer's first expert (`Experts.linears`)."""
+    experts = FAMILIES[arch.family].experts
+    assert experts is not None, f"{arch.family} has no experts"
+    return experts.linears(0)
+
+
 def rank_experts(arch: ModelArch, ep: int, ep_rank: int) -> range:
     """Numbers of the experts that an ep rank holds of every sparse layer: contiguous blocks, like Megatron's."""
     assert arch.moe is not None

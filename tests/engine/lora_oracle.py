@@ -95,7 +95,8 @@ class Oracle:
 class MergedOracle(Oracle):
     """PEFT's definition on a model with experts, of which PEFT itself adapts some kinds alone: a plain model in fp64 computes with
     W + alpha / rank * B A in place of every linear weight of its layers and of every expert, and autograd goes through the sum.
-    parts: parameter of all experts -> kinds of the checkpoint's modules in it. prefix: the checkpoint's name of `mlp`."""
+    parts: parameter of all experts -> kinds of the checkpoint's modules in it. prefix: the checkpoint's name of `mlp`. turned: the
+    parameters of experts are those of the checkpoint, [experts, in, out]."""
 
     PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -107,12 +108,14 @@ class MergedOracle(Oracle):
         value_head: bool = False,
         parts: Mapping[str, tuple[str, ...]] = PARTS,
         prefix: str = "mlp",
+        turned: bool = False,
     ) -> None:
         kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
         more = {"num_labels": 1} if value_head else {}
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.model: Any = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double().eval().requires_grad_(False)
-        self.scale, self.tensors = lora.alpha / lora.rank, {}
+        self.scale, self.tensors, self.turned = lora.alpha / lora.rank, {}, turned
+        parts = {kind: (kind,) for kind in parts} if turned else parts
         # Parameter -> its blocks of rows by expert, each with the name of its module.
         self.blocks: dict[str, list[list[str]]] = {}
         linear = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -120,12 +123,14 @@ class MergedOracle(Oracle):
             stem, _, last = name.rpartition(".experts.")
             if name in linear and ".layers." in name:
                 self.blocks[name] = [[name.removesuffix(".weight")]]
-            elif stem:
+            elif stem and last in parts:
                 experts = f"{stem.removesuffix('mlp')}{prefix}.experts"
                 self.blocks[name] = [[f"{experts}.{number}.{part}" for part in parts[last]] for number in range(len(parameter))]
             elif value_head and name == "score.weight":
                 self.tensors[name] = noise_of(name, tuple(parameter.shape)).double().requires_grad_()
             columns, rows = parameter.size(-1), parameter.size(-2) if parameter.dim() > 1 else 0
+            if turned and stem:
+                rows, columns = columns, rows
             for modules in self.blocks.get(name, ()):
                 for module in modules:
                     for tensor, shape in (("A", (lora.rank, columns)), ("B", (rows // len(modules), lora.rank))):
@@ -141,7 +146,9 @@ class MergedOracle(Oracle):
             for modules in self.blocks[name]
         ]
         weight = self.model.get_parameter(name)
-        return weight + self.scale * (torch.stack(changes) if weight.dim() == 3 else changes[0])
+        if weight.dim() == 2:
+            return weight + self.scale * changes[0]
+        return weight + self.scale * (torch.stack(changes).mT if self.turned else torch.stack(changes))
 
     def weights(self) -> dict[str, Tensor]:
         """Module -> its merged weight."""

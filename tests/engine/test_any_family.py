@@ -29,17 +29,18 @@ REPLAYED = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "minimax_m2")
 CRITICS = ("gpt_neox", "gemma3_text", "deepseek_v3", "gpt_oss")
 DENOMINATOR = 10.0
 LORA = LoraConfig(rank=3, alpha=6.0)
-# model type -> (adapters, of a critic). Fused projections; names without `model.`, and biases; attention beside
-# experts, latent too.
+# model type -> (adapters, of a critic). Fused projections; names without `model.`, and biases.
 ADAPTED = {
     "phi3": (LORA, True),
     "gpt_neox": (LORA, False),
-    "gpt_oss": (LORA.model_copy(update={"targets": ("q_proj", "o_proj")}), False),
-    "deepseek_v3": (LORA.model_copy(update={"targets": ("q_a_proj", "kv_b_proj", "o_proj")}), False),
 }
-# Adapters on every linear layer, experts' too. Names and parts of their own; beside shared experts.
-EXPERTS_ADAPTED = {"mixtral": (LORA, False), "deepseek_v3": (LORA, True)}
-MIXTRAL: dict[str, Any] = {"prefix": "block_sparse_moe", "parts": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}}
+# Adapters on every linear layer, experts' too -> what the oracle has to know. Names and parts of their own; latent attention, and
+# layers beside experts with the names of theirs; experts that are one tensor of the checkpoint.
+EXPERTS_ADAPTED: dict[str, dict[str, Any]] = {
+    "mixtral": {"prefix": "block_sparse_moe", "parts": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}},
+    "deepseek_v3": {},
+    "gpt_oss": {"turned": True},
+}
 
 
 def run_of_two(rank: int, folder: str) -> dict[str, Any]:
@@ -59,8 +60,8 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
         found["cp", kind] = trained(engines, Path(folder, kind), exports=False, parallel={"cp": 2})
     for kind, (lora, value_head) in ADAPTED.items():
         found["lora", kind] = adapted(engines, Path(folder, kind), lora, value_head=value_head)
-    for kind, (lora, value_head) in EXPERTS_ADAPTED.items():
-        found["experts", kind] = adapted(engines, Path(folder, kind), lora, value_head=value_head)
+    for kind in EXPERTS_ADAPTED:
+        found["experts", kind] = adapted(engines, Path(folder, kind), LORA, value_head=False)
     for kind in REPLAYED:
         found["replayed", kind] = replayed(engines, Path(folder, kind))
     for recompute in ("selective", "full"):
@@ -326,9 +327,8 @@ def test_adapters_are_those_of_peft(world, folder, kind: str) -> None:
 def test_adapters_of_experts_are_those_of_peft(world, folder, kind: str) -> None:
     from tests.engine.test_lora import OPTIMIZER, STEPS
 
-    lora, value_head = EXPERTS_ADAPTED[kind]
-    oracle = MergedOracle(str(folder / kind), lora, value_head=value_head, **(MIXTRAL if kind == "mixtral" else {}))
-    compare(world["experts", kind], oracle.train(loss_of(value_head), recorded_batch(), OPTIMIZER, STEPS))
+    oracle = MergedOracle(str(folder / kind), LORA, **EXPERTS_ADAPTED[kind])
+    compare(world["experts", kind], oracle.train(loss_of(False), recorded_batch(), OPTIMIZER, STEPS))
 
 
 def loss_of(value_head: bool) -> Any:
@@ -351,9 +351,9 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["frozen"] and found["with gradient"]
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind, (_, value_head) in ADAPTED.items() if not value_head), "mixtral"])
+@pytest.mark.parametrize("kind", [*(kind for kind, (_, value_head) in ADAPTED.items() if not value_head), *EXPERTS_ADAPTED])
 def test_peft_reads_the_adapter_of_an_export_and_transformers_the_merged_model(world, folder, kind: str) -> None:
-    batch, wanted = recorded_batch(), world["experts" if kind == "mixtral" else "lora", kind]["updated"]
+    batch, wanted = recorded_batch(), world["experts" if kind in EXPERTS_ADAPTED else "lora", kind]["updated"]
     with torch.no_grad():
         before = logprobs_of_transformers(read(folder / kind), batch)
         adapter = peft.PeftModel.from_pretrained(read(folder / kind), folder / kind / "adapted" / "adapter").eval()

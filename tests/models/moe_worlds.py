@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -53,6 +53,7 @@ _CLAMPED |= dict(rope_parameters={**_YARN, "truncate": False, "mscale": None, "m
 CASES: dict[str, tuple[str, dict]] = {
     "sparse": ("Qwen3Moe", dict(num_experts=8, norm_topk_prob=True, num_key_value_heads=1)),  # of which tp ranks have copies
     "mixed": ("Qwen3Moe", dict(num_experts=8, norm_topk_prob=False, mlp_only_layers=[1])),
+    "mixtral": ("Mixtral", dict(num_local_experts=8, intermediate_size=24)),
     "glm": (
         "Glm4Moe",
         dict(**_SIGMOIDS, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True, rope_parameters=_HALF)
@@ -271,13 +272,13 @@ def reference_with_adapters(model: transformers.PreTrainedModel, batch: PackedBa
     G A^T, times alpha / rank."""
     merged, scale = copy.deepcopy(model), LORA.alpha / LORA.rank
     adapters: dict[str, torch.Tensor] = {}
-    for name, weight in _as_checkpoint(merged, weights=True).items():
+    for name, weight in _each_expert(_as_checkpoint(merged, weights=True)).items():
         module = name.removesuffix(".weight")
         if (
             ".layers." in name
             and weight.dim() == 2
             and min(weight.shape) > 1
-            and not name.endswith(("mlp.gate.weight", "conv1d.weight"))
+            and not name.endswith(("mlp.gate.weight", "mlp.router.weight", "conv1d.weight", "_bias"))
         ):
             shapes = {".lora_A.weight": (LORA.rank, weight.size(1)), ".lora_B.weight": (weight.size(0), LORA.rank)}
             a, b = (noise_of(module + part, shape).double() for part, shape in shapes.items())
@@ -285,13 +286,24 @@ def reference_with_adapters(model: transformers.PreTrainedModel, batch: PackedBa
             with torch.no_grad():
                 weight += (scale * b @ a).float()
     found = reference(merged, batch, coefficient)
-    weights, gradients = found["gradients"], {}
+    weights, gradients = _each_expert(found["gradients"]), {}
     for name, other in adapters.items():
         module, _, part = name.rpartition(".lora_")
         gradient = weights[f"{module}.weight"].double()
         pair = (f"{module}.lora_B.weight", other.T) if part.startswith("A") else (f"{module}.lora_A.weight", other)
         gradients[pair[0]] = scale * (gradient @ pair[1] if part.startswith("A") else pair[1].T @ gradient)
     return found | {"gradients": gradients}
+
+
+def _each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views in which every expert of gpt-oss' stacks, [experts x in, out] as matrices, has a weight [out, in]."""
+    found = {}
+    for name, values in tensors.items():
+        stem, _, kind = name.rpartition(".experts.")
+        stacked = stem and kind in ("gate_up_proj", "down_proj")
+        parts = enumerate(values.chunk(NUM_EXPERTS)) if stacked else ()
+        found |= {f"{stem}.experts.{number}.{kind}.weight": one.T for number, one in parts} if stacked else {name: values}
+    return found
 
 
 def logprobs(model: transformers.PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -313,10 +325,13 @@ def _as_checkpoint(model: transformers.PreTrainedModel, weights: bool = False) -
         values = parameter.data if weights else parameter.grad
         assert values is not None
         stacked = any("sinks" in other for other, _ in model.named_parameters())
+        mixtral = isinstance(model, transformers.MixtralForCausalLM)
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, _, last = ("", "", "") if stacked else name.rpartition(".experts.")
         for expert in range(NUM_EXPERTS if prefix else 0):
             grad = values[expert]
-            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+            both, down = (("w1", "w3"), ("w2",)) if mixtral else (("gate_proj", "up_proj"), ("down_proj",))
+            parts = {"gate_up_proj": both, "down_proj": down}[last]
             for part, rows in zip(parts, grad.chunk(len(parts))):
                 out[f"{prefix}.experts.{expert}.{part}.weight"] = rows
         if not prefix:
@@ -400,7 +415,6 @@ def _engine(folder: Path, job: Job):
     from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
-    from megappo.parallel.groups import build_groups
 
     path = str(folder / job.case)
     config = PolicyConfig(
@@ -414,7 +428,15 @@ def _engine(folder: Path, job: Job):
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
     )
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
-    return build_megatron(spec, build_groups(job.layout), device=torch.device("cpu"))
+    return build_megatron(spec, _groups(job.layout), device=torch.device("cpu"))
+
+
+@cache
+def _groups(layout: ParallelLayout) -> Any:
+    """Once for each layout: every group has threads of gloo, a thousand of them if each job made its own."""
+    from megappo.parallel.groups import build_groups
+
+    return build_groups(layout)
 
 
 @contextmanager

@@ -24,11 +24,13 @@ from megappo.models.lora import (
     part_of,
     products_per_token,
     scaling,
+    tensors_to_adapt,
 )
 from megappo.models.lora_experts import ExpertAdapters, grouped_change
 from megappo.models.lora_shards import AdaptedLinear
 from megappo.models.peft_files import adapter_config
 from megappo.models.pieces import Box
+from tests.commands.plan.archs import oss
 
 LAYER = "model.layers.{}."
 SHAPES = {"self_attn.q_proj.weight": (8, 6), "self_attn.q_proj.bias": (8,), "mlp.down_proj.weight": (6, 12), "norm.weight": (6,)}
@@ -161,6 +163,18 @@ def test_a_part_of_an_experts_weight_has_its_part_of_every_adapter_in_it() -> No
     assert part.dtype == torch.float32
     torch.testing.assert_close(part.double(), merged[1, 2:10, 1:5], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(part_of(AdaptedExperts(base, blocks, 0.5), 0, 0, 0, 4, 6), base[0, :4])
+
+
+def test_experts_of_a_stack_have_a_linear_layer_each_whose_weight_is_held_transposed() -> None:
+    """[experts, in, out] with biases, as in gpt-oss: A reads `in`; a part of the merged tensor lies as the tensor does."""
+    found = adapted_modules(tensors_to_adapt(oss(1)), "all-linear")
+    assert found["model.layers.0.mlp.experts.7.gate_up_proj"] == (2 * 96, 128) and "model.layers.0.mlp.router" not in found
+    assert found["model.layers.0.mlp.experts.0.down_proj"] == (128, 96) and len(found) == 4 + 2 * 8
+    torch.manual_seed(1)
+    base, a, b = torch.randn(2, 6, 12), torch.randn(2, 3, 6), torch.randn(2, 12, 3)
+    merged = base.double() + 0.5 * (b.double() @ a.double()).mT
+    part = part_of(AdaptedExperts(base, ((0, a, b),), 0.5, turned=True), 1, 2, 1, 4, 8)
+    torch.testing.assert_close(part.double(), merged[1, 2:6, 1:9], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [3, 8])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from megappo.models.arch import check_ep, check_tp
@@ -42,6 +43,7 @@ PARITY = [
     Job("mixed", layout(pp=4)),  # stage 1 has no experts
     Job("mixed", layout(tp=4, sequence_parallel=True, ep=2)),  # two ranks to a KV head
     Job("mixed", layout(ep=2), recompute="selective", budget=1000),
+    Job("mixtral", layout(**SP, ep=2, etp=2), recompute="full"),
     Job("glm", layout(**SP, ep=2, etp=2)),
     Job("glm", layout(pp=2, cp=2, ep=2), recompute="full"),
     Job("deepseek", layout(**SP, cp=2, ep=2), budget=1000),
@@ -51,9 +53,10 @@ PARITY = [
     Job("oss", layout(**SP, pp=2, etp=2), recompute="selective"),
     Job("oss", layout(ep=2, etp=2), recompute="full"),
     Job("next", layout(**SP, ep=2), budget=1000),  # two ranks to a KV head
-    Job("next", layout(**SP, pp=2, etp=2), recompute="selective"),
+    Job("next", layout(**SP, cp=2, etp=2), recompute="selective"),
+    Job("next", layout(pp=2, cp=2, ep=2), budget=1000),
     Job("next", layout(ep=2, etp=2), recompute="full"),
-    Job("qwen3_5", layout(**SP, ep=2), recompute="full"),
+    Job("qwen3_5", layout(**SP, cp=2, ep=2), recompute="full"),
 ]
 # Whose pairs of sizes are all in passes above, or whose passes are those of tests/parity: their weight maps alone.
 _OF_PARITY = (dict(**SP, ep=4), dict(**SP, ep=2, etp=2), dict(**SP, pp=2, ep=2))
@@ -95,6 +98,7 @@ ADAPTED = [
     Job("mixed", layout(pp=2, vpp=2, ep=2), lora=True),
     Job("glm", layout(**SP, ep=2, etp=2), lora=True),
     Job("deepseek", layout(ep=2, etp=2), budget=1000, lora=True),
+    Job("oss", layout(**SP, cp=2, etp=2), recompute="full", lora=True),
     Job("next", layout(**SP, ep=2), lora=True),
     Job("qwen3_5", layout(**SP, ep=2), lora=True),  # of q, k and v in one module tp cuts each
 ]
@@ -102,6 +106,7 @@ ADAPTED_SHARDED = [Job("sparse", layout(**SP, etp=2), distributed=True, lora=Tru
 ADAPTED_FAULTS = [Job("glm", layout(**SP, ep=2, etp=2), lora=True, fault=fault) for fault in moe_worlds.LORA_FAULTS]
 EXPORTS = [
     ("sparse", layout(ep=2, etp=2)),
+    ("mixtral", layout(**SP, pp=2, ep=2)),
     ("mixed", layout(**SP, pp=2, ep=2)),
     ("glm", layout(**SP, ep=2, etp=2)),
     ("deepseek", layout(**SP, pp=2, ep=2)),
@@ -389,6 +394,12 @@ def test_the_number_of_experts_is_read_in_both_spellings(checkpoints):
     """The hub says num_experts, transformers 5 writes num_local_experts."""
     spelt = json.loads((checkpoints[0] / "sparse" / "config.json").read_text())
     assert "num_local_experts" in spelt and arch_of(spelt).moe == arch_of(config_of(norm_topk_prob=True)).moe
+
+
+@pytest.mark.parametrize("stem", ["Mixtral", "GptOss"])
+def test_a_base_of_the_rotary_embedding_that_is_left_out_is_what_transformers_takes(stem):
+    text = {**config_of(num_attention_heads=8), "num_local_experts": 4, "architectures": [f"{stem}ForCausalLM"]}
+    assert arch_of(text).rope.theta == getattr(transformers, f"{stem}Config")(**text).rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,13 @@ LORA_REFUSED = [
     ),
     (
         "gpt_oss",
-        ["policy.lora.rank=16"],
-        "mlp is a layer of experts, which have no adapters if one tensor holds them all; name others: k_proj, o_",
+        ["policy.lora.targets=[experts.1.down_proj]"],
+        "of model.layers.0.mlp.experts.down_proj 1 of 5 experts are named; name down_proj, which is of all of them",
     ),
     (
         "gpt_oss",
         ["policy.lora.targets=[router]"],
-        "router matches no linear layer; name some of k_proj, o_proj",
+        "router matches no linear layer; name some of down_proj, gate_up_proj, k_proj, o_proj",
     ),
     (
         "deepseek_v3",
