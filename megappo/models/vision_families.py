@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 from megappo.models.arch import VisionArch
 
@@ -36,6 +37,8 @@ class VisionFamily:
     """Default of mrope_interleaved."""
     place: str = _PLACE
     """Text of an image in a prompt, with one image token."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of vision_config that transformers before 5 leaves out of the file where they have these values."""
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
@@ -89,8 +92,19 @@ def _qwen3_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
         yield from _linear(f"{merger}.linear_fc2", config["out_hidden_size"], merged)
 
 
+_QWEN2_5_VL = {
+    "depth": 32,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 _ALL = (
-    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl),
+    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl, defaults=_QWEN2_5_VL),
     VisionFamily("Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl", _qwen3_vl, interleaved=True),
 )
 VISION_FAMILIES = {family.architecture: family for family in _ALL}
@@ -116,7 +130,7 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     try:
-        own = {**config["vision_config"], "model_type": family.tower}
+        own = {**family.defaults, **config["vision_config"], "model_type": family.tower}
         sections = tuple(rope["mrope_section"])
         tensors = tuple((TOWER + name, shape) for name, shape in family.tensors(own))
         return VisionArch(
@@ -132,6 +146,36 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
         )
     except KeyError as error:
         raise ValueError(f"config.json of a {family.architecture} has no {error.args[0]}, which its tower needs") from None
+
+
+class TowerShape(NamedTuple):
+    """Sizes of a tower that decide its operations and its memory."""
+
+    hidden: int
+    inner: int
+    """Columns of a block's MLP."""
+    depth: int
+    heads: int
+    pixels: int
+    """Numbers of a patch."""
+    gated: bool
+    """MLPs have a gate, and norms of blocks are RMSNorms; else they are plain, and LayerNorms."""
+    window: int | None
+    """Features on a side of the squares in which most blocks attend; None: every block attends to the whole image."""
+    whole: int
+    """Blocks that attend to the whole image."""
+
+
+@cache
+def tower_shape(vision: VisionArch) -> TowerShape:
+    """Read the sizes of a tower."""
+    config, window = json.loads(vision.config), None
+    depth = whole = config["depth"]
+    if side := config.get("window_size"):
+        window, whole = side // vision.merge // vision.patch, len(config["fullatt_block_indexes"])
+    pixels = config.get("in_channels", 3) * vision.frames * vision.patch**2
+    gated = any(name.endswith("mlp.gate_proj.weight") for name, _ in vision.tensors)
+    return TowerShape(config["hidden_size"], config["intermediate_size"], depth, config["num_heads"], pixels, gated, window, whole)
 
 
 def checkpoint_name(name: str) -> str:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megappo.data.images import IMAGE_BASE
 from megappo.data.packing import pack
 from megappo.models.hf_config import arch_for, arch_of, read_arch
 from megappo.models.vision import positions_of, seen_in
+from megappo.models.vision_families import tower_shape
 from megappo.models.weight_check import check_headers
 from tests.models.vision_cases import IMAGE_TOKEN, KINDS, Sample, images_of, inputs_of, write_questions, write_vision_checkpoint
+from tests.trainer.public_models import facts_of
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +43,21 @@ def test_keys_at_the_top_level_are_the_language_models(folder: Path) -> None:
     flat = {**text, **config, "rope_theta": rope["rope_theta"]}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     assert arch_of(flat) == read_arch(folder / "qwen2_5_vl")
-    del flat["vision_config"]["patch_size"]
-    with pytest.raises(ValueError, match="has no patch_size, which its tower needs"):
+    del flat["vision_config"]["hidden_size"]
+    with pytest.raises(ValueError, match="has no hidden_size, which its tower needs"):
         arch_of(flat)
+
+
+def test_keys_of_a_tower_that_transformers_leaves_out_have_its_defaults() -> None:
+    """As older versions write a fine-tuned Qwen2.5-VL: what differs from the defaults of the class, and the hidden size."""
+    whole = facts_of("Qwen2.5-VL-7B-Instruct")
+    tower = transformers.Qwen2_5_VLConfig().vision_config.to_dict()
+    short = {key: value for key, value in whole["vision_config"].items() if key == "hidden_size" or tower.get(key) != value}
+    assert set(short) == {"hidden_size", "tokens_per_second"}
+    other = arch_of({**whole, "vision_config": short}).vision
+    vision = arch_of(whole).vision
+    assert other is not None and vision is not None
+    assert (other.tensors, tower_shape(other)) == (vision.tensors, tower_shape(vision))
 
 
 def test_fsdp2_refuses_a_tower_in_one_line(folder: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from megappo.data.cache import Cache
 from megappo.data.images import IMAGE_BASE, Places, PromptImages, open_images
 from megappo.data.sources import open_source
-from megappo.models.hf_config import read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.vision_families import VISION_FAMILIES
 from scripts.quickstart_images import write_tokenizer
 
@@ -70,6 +71,13 @@ KINDS = {
     "qwen2_5_vl": (_qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration, "Qwen2_5_VLProcessor"),
     "qwen3_vl": (_qwen3_vl, transformers.Qwen3VLForConditionalGeneration, "Qwen3VLProcessor"),
 }
+
+
+def vision_arch(kind: str, **tower: Any) -> ModelArch:
+    """Architecture of a kind with other sizes of its tower."""
+    config = KINDS[kind][0]().to_dict()
+    config["vision_config"] |= tower
+    return arch_of({**config, "architectures": [KINDS[kind][1].__name__]})
 
 
 def write_vision_checkpoint(path: Path, kind: str) -> None:
