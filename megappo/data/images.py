@@ -118,13 +118,15 @@ class ImageStore:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Images of the prompts of a run. key: `data.image_key`. root: see `references`. folders: of the sources' files, by source."""
+    """Images of the prompts of a run. key: `data.image_key`. root: see `references`. folders: of the sources' files, by source.
+    most: images of a record, at most."""
 
     key: str
     root: str | None
     folders: Mapping[str, Path | None]
     store: ImageStore
     places: Places
+    most: int
 
     def of_record(self, record: Mapping[str, Any], name: str) -> list[int]:
         """Return the numbers of a record's images. name: as in messages, behind its source. ValueError as `references`."""
@@ -245,26 +247,29 @@ def open_images(
     where: dict[str, str] = {}
     found: dict[str, Reference] = {}
     folders: dict[str, Path | None] = {}
+    most = 0
     for source in sources:
         for part in parts_of(source):
             folders[part.spec] = folder_of(part)
-            for reference, name in _of_source(part, key, root):
-                found.setdefault(reference.name, reference)
-                where.setdefault(reference.name, name)
+            for named, name in _of_source(part, key, root):
+                most = max(most, len(named))
+                for reference in named:
+                    found.setdefault(reference.name, reference)
+                    where.setdefault(reference.name, name)
     if not found:
         raise ValueError(f"data.image_key={key}: no record names an image; correct the key, or leave it out")
     processor, identity = _processor(places, max_pixels)
     states = [[name, *_state(one)] for name, one in found.items()]
     folder = cache.folder({"images": states, **identity}, partial(_build, list(found.values()), where, processor, places))
-    return PromptImages(key, root, folders, ImageStore(folder), places)
+    return PromptImages(key, root, folders, ImageStore(folder), places, most)
 
 
-def _of_source(source: Source, key: str, root: str | None) -> Iterator[tuple[Reference, str]]:
+def _of_source(source: Source, key: str, root: str | None) -> Iterator[tuple[list[Reference], str]]:
     folder, row = folder_of(source), 0
     for batch in source.batches():
         for record, line in source.records(source.spec, batch):
             name = f"{source.spec}#{row}" + (f" (line {line})" if line is not None else "")
-            yield from ((one, name) for one in references(record, key, root, folder, name))
+            yield references(record, key, root, folder, name), name
             row += 1
 
 
@@ -309,8 +314,6 @@ def _processor(places: Places, max_pixels: int | None) -> tuple[Any, dict[str, A
 
 
 def _build(references: Sequence[Reference], where: Mapping[str, str], processor: Any, places: Places, folder: Path) -> None:
-    import numpy
-
     index, first, content = [], 0, hashlib.sha256()
     process = partial(_processed, where, processor, places)
     workers = os.cpu_count() or 1
@@ -322,17 +325,25 @@ def _build(references: Sequence[Reference], where: Mapping[str, str], processor:
                 content.update(repr(grid).encode() + rows.tobytes())
                 index.append((first, *grid))
                 first += len(rows)
+    mean, std = list(processor.image_mean), list(processor.image_std)
+    meta = {"width": 3 * places.patch**2, "merge": places.merge, "frames": places.frames, "mean": mean, "std": std}
+    meta["sha256"] = digest({"pixels": content.hexdigest(), "mean": mean, "std": std})
+    _write_index(folder, index, meta | {"numbers": {one.name: number for number, one in enumerate(references)}})
+
+
+def _write_index(folder: Path, index: Sequence[tuple[int, int, int]], meta: Mapping[str, Any]) -> None:
+    import numpy
+
     numpy.save(folder / _INDEX, numpy.array(index, dtype=numpy.int64))
-    meta = {
-        "width": 3 * places.patch**2,
-        "merge": places.merge,
-        "frames": places.frames,
-        "mean": list(processor.image_mean),
-        "std": list(processor.image_std),
-        "sha256": digest({"pixels": content.hexdigest(), "mean": list(processor.image_mean), "std": list(processor.image_std)}),
-        "numbers": {one.name: number for number, one in enumerate(references)},
-    }
     (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def write_store(folder: Path, pixels: NDArray[numpy.uint8], index: Sequence[tuple[int, int, int]], **meta: Any) -> None:
+    """Write a store of given patches [patches, 3 x patch x patch]. index: first patch, rows and columns of every image. meta:
+    merge, frames, mean and std."""
+    folder.mkdir()
+    pixels.tofile(folder / _PIXELS)
+    _write_index(folder, index, {"width": pixels.shape[1], **meta})
 
 
 def _processed(

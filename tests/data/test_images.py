@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_an_image_is_known_by_its_content_or_path_once(folder: Path) -> None:
     ]
     images = opened(folder, records, "forms")
     source = "x"
-    images = PromptImages(images.key, None, {source: folder}, images.store, images.places)
+    images = replace(images, root=None, folders={source: folder})
     assert [images.of_record(one, f"{source}#0") for one in records] == [[0, 1], [0], [1], []]
     # A hub's images are bytes.
     assert images.of_record({"images": [{"bytes": content, "path": "elsewhere.png"}]}, f"{source}#0") == [1]

@@ -12,11 +12,11 @@ from math import gcd
 from typing import Literal
 
 from megappo.commands.plan.timeline import order_of_passes, padded_micro_batches
+from megappo.commands.plan.tower import FP32, kept_bytes, working_bytes
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import Delta, Kind, ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
-FP32 = 4
 DENSE = Kind(sparse=False, delta=False)
 CHUNK = 64  # tokens of a chunk of a delta net's (`models/delta.py`, which needs torch; a test compares them)
 ITEMSIZE = {"bf16": 2, "fp32": 4}
@@ -57,7 +57,10 @@ class RoleWork:
     lora: LoraConfig | None = None
     """Adapters that train, with a value head, on a frozen base; None if the role has none."""
     frozen: frozenset[str] = frozenset()
-    """Hugging Face names of weights that do not train. Their activations are counted as if they did."""
+    """Hugging Face names of weights that do not train. Their activations are counted as if they did, but for a tower's."""
+    patches: tuple[int, int] = (0, 0)
+    """Most patches of images in a micro-batch of (a training pass, a pass without gradients)."""
+    tower_trains: bool = False
 
 
 def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, adapter_width: int = 0) -> int:
@@ -88,8 +91,29 @@ def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: 
         output += (
             0 if work.value_head else output_bytes(arch, layout, tokens, itemsize, fused, trained=True, frozen=adapter_width > 0)
         )
-    in_flight = peak_in_flight(layout, stage, work.num_micro_batches, chunks)
-    return tokens * in_flight * itemsize + max(tokens * backward * itemsize, output)
+    held = [tokens * one * itemsize for one in chunks]
+    tower, passing = tower_bytes(arch, layout, stage, work)
+    # Of a micro-batch that passes the tower no layer has kept anything yet.
+    passing = max(0, passing - held[0])
+    held[0] += tower
+    in_flight = peak_in_flight(layout, stage, work.num_micro_batches, held)
+    return in_flight + max(tokens * backward * itemsize, output, passing)
+
+
+def tower_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork) -> tuple[int, int]:
+    """Bytes of a vision tower in the passes of a stage: (kept for the backward pass of a micro-batch, alive at once in the forward
+    pass of one that is frozen); zeros without images."""
+    patches, vision = work.patches[0], arch.vision
+    if vision is None or stage > 0 or not patches:
+        return 0, 0
+    itemsize = ITEMSIZE[work.dtype]
+    # Features that later layers add wait there, one for each of the rank's tokens.
+    late = vision.deepstack * -(-work.micro_batch_tokens // layout.cp) * arch.hidden_size // sequence_shards(layout) * itemsize
+    if not work.trained:
+        return 0, work.patches[1] * working_bytes(vision, itemsize)
+    if work.tower_trains:
+        return patches * kept_bytes(vision, itemsize) + late, 0
+    return late, patches * working_bytes(vision, itemsize)
 
 
 def forward_bytes(
@@ -102,11 +126,16 @@ def forward_bytes(
     value_head: bool = False,
     fused: bool = False,
     longest: int = 0,
+    patches: int = 0,
 ) -> int:
-    """Peak bytes of a stage in a pass without gradients: in one layer, or at the model's output. longest: as in `RoleWork`."""
+    """Peak bytes of a stage in a pass without gradients: in one layer, at the model's output, or in a vision tower. longest: as in
+    `RoleWork`. patches: of images in the micro-batch."""
     kinds = set().union(*_kinds_of_chunks(arch, layout, stage))
     layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
     layer = max(layer, tokens * score_bytes_per_token(arch, layout, longest, itemsize)[1])
+    if arch.vision is not None and stage == 0 and patches:
+        late = arch.vision.deepstack * tokens * arch.hidden_size // sequence_shards(layout) * itemsize
+        layer = max(layer + late, patches * working_bytes(arch.vision, itemsize))
     if stage < layout.pp - 1 or value_head:
         return layer
     return max(layer, output_bytes(arch, layout, tokens, itemsize, fused, trained=False))

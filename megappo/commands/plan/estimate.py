@@ -26,6 +26,7 @@ from megappo.commands.plan.memory import (
 )
 from megappo.commands.plan.reserve import reserve_bytes
 from megappo.commands.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
+from megappo.commands.plan.tower import Shown, shown_by_keys
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
@@ -72,6 +73,8 @@ class Plan:
     warnings: tuple[str, ...] = field(default=())
     is_supervised: bool = False
     """The step is that of a supervised run (`supervised.step_like`)."""
+    shown: Shown | None = None
+    """Images of a prompt, from the data; None: from the keys, or none."""
 
     @property
     def replicas(self) -> int:
@@ -218,9 +221,11 @@ def make_plan(
     device_memory: int | None = None,
     *,
     is_supervised: bool = False,
+    shown: Shown | None = None,
 ) -> Plan:
-    """Plan a run and check it. ConfigError if its certain memory exceeds `device_memory` (bytes), or if vLLM could not start."""
-    plan = work_out(config, archs, layouts, world_size, device, device_memory)
+    """Plan a run and check it. ConfigError if its certain memory exceeds `device_memory` (bytes), or if vLLM could not start.
+    shown: images of a prompt; None: as far as keys say."""
+    plan = work_out(config, archs, layouts, world_size, device, device_memory, shown)
     plan = replace(plan, is_supervised=is_supervised)
     check_kv_cache(plan)
     plan = _check_fit(plan)
@@ -235,17 +240,18 @@ def work_out(
     world_size: int,
     device: Device,
     device_memory: int | None = None,
+    shown: Shown | None = None,
 ) -> Plan:
-    """Plan a run without checking whether it fits."""
+    """Plan a run without checking whether it fits. Arguments as `make_plan`."""
     step = step_arithmetic(config)
     micro_batches = {role: _work(config, role, layout, device).num_micro_batches for role, layout in layouts.items()}
     memory = {
-        role: tuple(memory_of_stages(config, role, archs[role], layout, range(layout.pp), device).values())
+        role: tuple(memory_of_stages(config, role, archs[role], layout, range(layout.pp), device, shown).values())
         for role, layout in layouts.items()
     }
     by_vllm = config.rollout.engine == "vllm" and "policy" in layouts
     rollout = memory_of_rollout(config, archs["policy"], device, device_memory) if by_vllm else None
-    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
+    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout, shown=shown)
     return replace(plan, reserve=_reserve(plan)) if device == "cuda" else plan
 
 
@@ -306,15 +312,24 @@ def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLay
 
 
 def memory_of_stages(
-    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stages: Iterable[int], device: Device
+    config: TrainConfig,
+    role: str,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stages: Iterable[int],
+    device: Device,
+    shown: Shown | None = None,
 ) -> dict[int, RoleMemory]:
-    """Stage -> memory of one of its ranks, of these stages of a role's layout."""
+    """Stage -> memory of one of its ranks, of these stages of a role's layout. shown: as in `make_plan`."""
     settings, work = section_of(config, role), _work(config, role, layout, device)
+    work = replace(work, patches=patches_of(config, role, arch, layout, work, shown))
     if work.values is not None and (role == "policy" or role == "reference" and config.rollout.replay_experts == "all"):
         # The routes of a micro-batch, and a table of them in int16
         numbers = -(-(2 * route_pairs(arch) + route_bytes(config, arch)) // 4) if route_bytes(config, arch) else 0
         work = replace(work, values=(work.values[0] + numbers, work.values[1] + numbers))
-    kept, found = replace(work, frozen=frozen_of(settings, arch, value_head=work.value_head)), {}
+    frozen = frozen_of(settings, arch, value_head=work.value_head)
+    tower = () if arch.vision is None else [name for name, _ in arch.vision.tensors]
+    kept, found = replace(work, frozen=frozen, tower_trains=work.trained and not frozen.issuperset(tower)), {}
     for stage in stages:
         count = None
         if settings.engine == "megatron":
@@ -364,6 +379,23 @@ def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device
         adam_buffers=device == "cuda" and config.model.impl == "local",
         lora=settings.lora,
     )
+
+
+def patches_of(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, work: RoleWork, shown: Shown | None
+) -> tuple[int, int]:
+    """Most patches of images in a micro-batch of (a training pass, a pass without gradients): if no two of its samples show the
+    same image, and responses are so short that as many samples as can be are in it."""
+    shown = shown or shown_by_keys(config, arch)
+    if shown is None or arch.vision is None:
+        return 0, 0
+    step = step_arithmetic(config)
+    passes = (
+        (work.micro_batch_tokens, samples_of_pass(config, role, step)),
+        (work.forward_tokens or work.micro_batch_tokens, step.samples),
+    )
+    training, forward = (min(tokens, _each(samples, layout.dp) * shown.tokens) for tokens, samples in passes)
+    return training * arch.vision.merge**2, forward * arch.vision.merge**2
 
 
 def _longest(config: TrainConfig, role: str) -> int:

@@ -17,6 +17,7 @@ from megappo.commands.plan.activations import (
     forward_bytes,
     micro_batch_bytes,
     sequence_shards,
+    tower_bytes,
 )
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import Kind, ModelArch
@@ -69,6 +70,10 @@ class RoleMemory:
     """`average`, `average_on_host`: of the policy's weights, on the device or on the host."""
     inputs_on_host: int = 0
     """Inputs of recomputed layers that wait in host memory."""
+    patches: int = 0
+    """Of images in a micro-batch, at most, on a rank with a vision tower."""
+    tower: int = 0
+    """Of `activations`, at most: the tower's for one micro-batch."""
 
     @property
     def held(self) -> int:
@@ -184,6 +189,7 @@ def role_memory(
     tokens = -(-work.micro_batch_tokens // layout.cp)
     pass_tokens = tokens if work.forward_tokens is None else -(-work.forward_tokens // layout.cp)
     sizes: dict[str, Any] = {"value_head": work.value_head, "fused": work.fused, "longest": work.longest}
+    sizes["patches"] = work.patches[1]
     forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, **sizes)
     if work.values is not None:
         forward += micro_batch_bytes(layout, work.forward_tokens or work.micro_batch_tokens, work.values[0])
@@ -213,6 +219,8 @@ def role_memory(
         if work.trained
         else 0,
         written_weights=_each_writes(written, saved, layout) if work.trained else 0,
+        patches=work.patches[not work.trained] if stage == 0 else 0,
+        tower=max(tower_bytes(arch, layout, stage, work)),
     )
 
 

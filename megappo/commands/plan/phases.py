@@ -128,7 +128,7 @@ def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
         return None
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
-        changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)
+        changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory, plan.shown)
         check_kv_cache(changed)
     except ConfigError:
         return None

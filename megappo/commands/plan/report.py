@@ -10,6 +10,7 @@ from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.commands.plan.estimate import Plan, ids_of_token, samples_of_pass, sequences_at_once, work_out
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, remedies, tightest
+from megappo.commands.plan.tower import shown_by_keys
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
@@ -237,12 +238,25 @@ def _memory_lines(plan: Plan) -> list[str]:
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *(["  torch's allocator reserves about 6 % over what is alive, which no sum here has"] if plan.device == "cuda" else []),
         *(["  experience: tokens and fields of a step whose responses are all at their longest"] if plan.experience(rank) else []),
+        *_image_lines(plan, size, name),
         *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_host_lines(plan, size, name),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
+
+
+def _image_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """How many images are counted with, and the towers' share of the activations; nothing without images."""
+    shown = plan.shown or next((one for arch in plan.archs.values() if (one := shown_by_keys(plan.config, arch))), None)
+    if shown is None:
+        return
+    yield f"  images: up to {shown.tokens:,} tokens of a prompt ({shown.source})"
+    towers = {role: stages[0] for role, stages in plan.memory.items() if stages[0].patches}
+    yield "  their towers, all samples of a micro-batch with other images and short responses:"
+    for role, one in towers.items():
+        yield f"    {role}: {one.patches:,} patches, which take up to {size(one.tower)} {unit} of its activations"
 
 
 def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
@@ -283,7 +297,7 @@ def _adam_lines(plan: Plan) -> Iterator[str]:
     if plan.device != "cuda" or plan.config.model.impl != "auto":
         return
     local = plan.config.model_copy(update={"model": plan.config.model.model_copy(update={"impl": "local"})})
-    torchs = work_out(local, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory)
+    torchs = work_out(local, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory, plan.shown)
     buffers = max(stage.step_buffers for stages in torchs.memory.values() for stage in stages)
     yield f"  {gib(buffers)} GiB more in optimizer steps without TransformerEngine or Apex; model.impl=local counts them"
 

@@ -9,6 +9,7 @@ from functools import partial
 from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
 from megappo.commands.plan.report import brief, report
 from megappo.commands.plan.supervised import as_planned, head_notes, own_keys, planned_step
+from megappo.commands.plan.tower import shown_in_data
 from megappo.commands.prepared import device_of
 from megappo.config.batch import mini_batch_key
 from megappo.config.checks import Device
@@ -16,6 +17,7 @@ from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import key_of_role
 from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.trainer.prepare.checks import check_run
+from megappo.trainer.prepare.data import EvaluationData
 from megappo.trainer.prepare.layouts import check_values
 from megappo.trainer.prepare.run import AnyData, fit_if_asked, load_data
 
@@ -72,6 +74,8 @@ def plan_run(
         return PlannedRun(plan, None, (*notes, only))
     check_values(config, checked.archs)
     data = load_data(config, checked.archs, train)
+    if isinstance(data, EvaluationData) and data.images is not None:  # now as many and as large as they are
+        plan = make_plan(planned, *where, is_supervised=is_supervised, shown=shown_in_data(planned, data.images))
     return PlannedRun(plan, data, (*notes, *data.notes))
 
 

@@ -20,11 +20,12 @@ from megappo.config.schema import (
     TrainConfig,
 )
 from megappo.config.section import Section
-from megappo.config.supervised import DpoConfig, KtoLossConfig, LearnedRewardConfig, SupervisedConfig
+from megappo.config.supervised import DpoConfig, KtoLossConfig, LearnedRewardConfig, SftConfig, SupervisedConfig
 
 SectionT = TypeVar("SectionT", bound=Section)
 ValueT = TypeVar("ValueT")
 POLICY = "policy"
+IMAGE_KEYS = ("image_key", "max_image_pixels")
 
 
 class ScoringConfig(PolicyConfig, LearnedRewardConfig):
@@ -51,7 +52,12 @@ def step_like(config: SupervisedConfig) -> TrainConfig:
             mini_batch_size=size * config.sequences,
         ),
         rollout=RolloutConfig(engine="megatron", samples_per_prompt=config.sequences, max_response_tokens=1),
-        data=DataConfig(train=config.data.train, prompts_per_step=size, max_prompt_tokens=max(1, config.data.max_tokens - 1)),
+        data=DataConfig(
+            train=config.data.train,
+            prompts_per_step=size,
+            max_prompt_tokens=max(1, config.data.max_tokens - 1),
+            **{key: getattr(config.data, key) for key in IMAGE_KEYS if isinstance(config, SftConfig)},
+        ),
         trainer=TrainerConfig(**trainer),
         checkpoint=config.checkpoint,
         telemetry=config.telemetry,

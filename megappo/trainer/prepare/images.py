@@ -46,7 +46,7 @@ def image_notes(images: PromptImages | None) -> Iterator[str]:
         sizes = [images.store.num_tokens(one) for one in range(len(images.store))]
         yield (
             f"data.image_key={images.key}: {len(sizes):,} images of {min(sizes):,} to {max(sizes):,} tokens, "
-            f"{images.store.num_bytes / 2**20:,.1f} MiB of pixels in the cache; time and activations of towers are not planned"
+            f"{images.store.num_bytes / 2**20:,.1f} MiB of pixels in the cache"
         )
 
 

@@ -63,6 +63,7 @@ def make_plan_on(config, archs, layouts, world, memory):
 
 def test_there_are_facts_of_the_models_that_the_recipes_name_and_of_no_others():
     named = {Path(model).name for path in OF_PUBLIC_MODELS for _, model in model_paths(load_run(CONFIGS / path)).values()}
+    named |= {model_of(words) for words in commands_of("ppo_images")}
     assert named == {path.parent.name for path in FACTS}
 
 
@@ -104,6 +105,27 @@ def commands_of(recipe: str) -> list[list[str]]:
     head = "\n".join(re.findall(r"^# +(\w+=.*|megappo .*)$", (CONFIGS / "recipes" / f"{recipe}.yaml").read_text(), re.MULTILINE))
     words = [one[2:] for one in parse_shell(head, recipe, {}).commands]
     return [[path.removeprefix("configs/"), *overrides] for path, *overrides in words]
+
+
+def model_of(words: list[str]) -> str:
+    return Path(next((one for one in words if one.startswith("policy.model=")), "Qwen2.5-VL-3B-Instruct")).name
+
+
+def test_images_fit_with_the_towers_of_every_model_in_the_head(offline, capsys):
+    stated = dict(re.findall(r"^\| (\S+) \| ([\d,]*\d)", (CONFIGS / "models/README.md").read_text(), re.MULTILINE))
+    commands = commands_of("ppo_images")
+    assert [model_of(words) for words in commands] == [
+        *(f"Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B")),
+        *(f"Qwen3-VL-{size}-Instruct" for size in ("4B", "8B")),
+    ]
+    for words in commands:
+        assert cli.main(["plan", *words, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+        out = capsys.readouterr().out
+        assert "WARNING" not in out and f"  policy     qwen{model_of(words)[4]}" in out and f" {stated[model_of(words)]} " in out
+        assert "one image of data.max_image_pixels" in out and "8,192 patches" not in out
+    trained = ["policy.freeze=[]", "critic.freeze=[]"]
+    assert cli.main(["plan", *commands[0], *trained, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    assert "WARNING" in capsys.readouterr().out, "negative control: the activations of towers that train are counted"
 
 
 @pytest.mark.parametrize("recipe", OF_PAIRS)
