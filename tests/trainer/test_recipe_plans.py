@@ -15,10 +15,12 @@ from tests.trainer.public_models import CONVERTED, PUBLIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GATES = sorted((CONFIGS / "gates").glob("*.yaml"))
+IMAGES = "ppo_images"
+"""A recipe whose data are no problems of GSM8K: its gates name what the others' do, which their runs log (test_recipes.py)."""
 
 
 def recipe_path(name: str) -> Path:
-    return CONFIGS / f"{name}.yaml"
+    return next(path for path in (CONFIGS / f"{name}.yaml", CONFIGS / f"recipes/{name}.yaml") if path.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def plan(capsys, name, folder, prompts, *arguments):
 
 def test_every_recipe_has_public_dimensions_to_be_held_against():
     assert {path.stem for path in CONFIGS.glob("gsm8k_*.yaml")} == set(PUBLIC) | CONVERTED
-    assert GATES and {path.stem for path in GATES} <= set(PUBLIC)
+    assert GATES and {path.stem for path in GATES} <= set(PUBLIC) | {IMAGES}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -81,12 +83,18 @@ def test_comments_of_a_recipe_state_the_steps_that_the_plan_counts(name):
 @pytest.mark.parametrize("path", GATES, ids=[path.stem for path in GATES])
 def test_gates_ask_for_steps_that_their_recipe_reaches(path):
     """That it logs their metrics: test_recipes.py, with its runs."""
-    config, steps = load_config(recipe_path(path.stem)), PUBLIC[path.stem][2]
+    config = load_config(recipe_path(path.stem))
+    steps = config.trainer.steps or PUBLIC[path.stem][2]
     for gate in read_gates(path):
         assert gate.count is not None or 1 <= gate.final <= steps, gate.text
         if gate.metric.startswith("eval/") and gate.count is None and gate.first == gate.final:
             assert gate.final % config.trainer.eval_every == 0, f"{gate.text}: not evaluated there"
     assert "They have not been measured" in path.read_text(), "no limit may pass for a result"
+
+
+def test_gates_of_images_name_what_other_runs_log():
+    metrics = {path.stem: {gate.metric for gate in read_gates(path)} for path in GATES}
+    assert metrics.pop(IMAGES) <= set().union(*metrics.values())
 
 
 def test_twins_differ_in_their_engines_alone():
