@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megappo.models.arch import Kind, ModelArch
+from megappo.models.arch import Kind, ModelArch, VisionArch
+from megappo.models.vision_families import tower_shape
 
 Recompute = Literal["none", "selective", "full"]
 MULTIPLY_ADD = 2
@@ -142,6 +144,36 @@ def forward_flops(
         attention=MULTIPLY_ADD * (attention_channels(arch) * keys + of_deltas),
         head=MULTIPLY_ADD * arch.hidden_size * columns * (tokens if head_rows is None else head_rows),
     )
+
+
+class TowerFlops(NamedTuple):
+    """FLOPs of one forward pass of a vision tower over an image. embedding: of the product with the pixels, which have no
+    gradient."""
+
+    total: int
+    embedding: int
+
+
+@cache
+def tower_flops(vision: VisionArch, grid: tuple[int, int]) -> TowerFlops:
+    """Count the FLOPs of a vision tower on an image. grid: rows and columns of its patches."""
+    shape, patches = tower_shape(vision), grid[0] * grid[1]
+    matrices = {name.partition(".")[2]: prod(size) for name, size in vision.tensors if len(size) > 1}
+    weights = {part: sum(n for name, n in matrices.items() if name.startswith(part)) for part in ("patch_embed", "blocks")}
+    # Those that are no table of positions make features, one of merge x merge patches.
+    of_features = sum(n for name, n in matrices.items() if not name.startswith(("patch_embed", "blocks", "pos_embed")))
+    pairs = shape.whole * patches**2
+    if shape.window is not None:
+        squares = [_squares(side // vision.merge, shape.window) for side in grid]
+        pairs += (shape.depth - shape.whole) * prod(squares) * vision.merge**4
+    products = weights["blocks"] * patches + of_features * patches // vision.merge**2 + 2 * shape.hidden * pairs
+    embedding = MULTIPLY_ADD * weights["patch_embed"] * patches
+    return TowerFlops(embedding + MULTIPLY_ADD * products, embedding)
+
+
+def _squares(length: int, window: int) -> int:
+    """Pairs on one side of an image that is cut into windows, whose last one may be smaller."""
+    return length // window * window**2 + (length % window) ** 2
 
 
 def generation_flops(arch: ModelArch, prompts: Tensor, responses: Tensor) -> ForwardFlops:

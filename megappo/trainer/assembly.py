@@ -21,6 +21,7 @@ from megappo.config.role_sections import AVERAGE
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.data.ahead import AheadLoader
+from megappo.data.images import ImageStore
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
 from megappo.rollout.half import RolloutHalf
@@ -88,11 +89,15 @@ class Models:
 
 
 def build_models(config: AnyConfig, factory: EngineFactory, data: AnyData, device: torch.device) -> Models:
-    images = None if isinstance(data, RecordedData) or data.images is None else data.images.store
-    roles = build_roles(config, factory, updates_of_run(config, data.total_steps), images=images)
+    roles = build_roles(config, factory, updates_of_run(config, data.total_steps), images=store_of(data))
     if isinstance(config, SupervisedConfig):
         return Models(roles, None, device)
     return Models(roles, average_of(config.policy.ema, roles.engines.get("policy")), device)
+
+
+def store_of(data: AnyData) -> ImageStore | None:
+    """Return the images of a run; None if it has none."""
+    return None if isinstance(data, RecordedData) or data.images is None else data.images.store
 
 
 def updates_of_run(config: AnyConfig, total_steps: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ import gzip
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,12 @@ from megappo.config.role_sections import RoleConfig, TrainableConfig, is_critic,
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig
-from megappo.models.arch import ModelArch
-from megappo.models.flops import Recompute, forward_flops, generation_flops
+from megappo.data.images import ImageStore
+from megappo.data.packing import PackedBatch
+from megappo.models.arch import ModelArch, VisionArch
+from megappo.models.flops import BACKWARD, Recompute, forward_flops, generation_flops, tower_flops
+from megappo.models.freeze import frozen_of
+from megappo.models.vision import spans_of
 from megappo.parallel.layout import Placement, placement_of
 from megappo.parallel.totals import total
 from megappo.runtime.sections import Sections
@@ -30,6 +34,7 @@ from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.tables import table
 from megappo.telemetry.timers import StageTimers, host_peak_gib, memory_gauge
 from megappo.trainer.build_roles import Roles, spec_of_role
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.updates import UpdateSummary
@@ -147,7 +152,7 @@ DECODING = "generate"
 @dataclass(frozen=True)
 class RoleModel:
     """Facts of a role's model that determine its FLOPs. peak_tflops: of one rank in the role's dtype, None if unknown. ranks: world
-    ranks that share the work. frozen: only adapters train."""
+    ranks that share the work. frozen: only adapters train. tower_trains: false if only its language model does."""
 
     arch: ModelArch
     value_head: bool
@@ -155,17 +160,44 @@ class RoleModel:
     peak_tflops: float | None
     ranks: Sequence[int]
     frozen: bool = False
+    tower_trains: bool = False
 
-    def forward(self, lengths: Tensor) -> Work:
-        return Work(forward_flops(self.arch, lengths, value_head=self.value_head).total, 0, int(lengths.sum()))
+    def forward(self, lengths: Tensor, shown: Tensor | None = None) -> Work:
+        """Work of a pass without gradients. shown: tower's FLOPs of the samples (`tower_work`), None without images."""
+        flops = forward_flops(self.arch, lengths, value_head=self.value_head).total
+        return Work(flops + _of_tower(shown, False), 0, int(lengths.sum()))
 
-    def training(self, lengths: Tensor) -> Work:
+    def training(self, lengths: Tensor, shown: Tensor | None = None) -> Work:
         flops = forward_flops(self.arch, lengths, value_head=self.value_head)
         of_model = flops.training_frozen if self.frozen else flops.training
+        of_model += _of_tower(shown, self.tower_trains)
         return Work(of_model, flops.recomputed(self.recompute), int(lengths.sum()))
 
-    def generation(self, prompts: Tensor, responses: Tensor) -> Work:
-        return Work(generation_flops(self.arch, prompts, responses).total, 0, int((prompts + responses).sum()))
+    def generation(self, prompts: Tensor, responses: Tensor, shown: Tensor | None = None) -> Work:
+        """Work of sampling. shown: of the samples that are kept; those that are not see as much on average."""
+        flops = generation_flops(self.arch, prompts, responses).total
+        if shown is not None:
+            flops += round(_of_tower(shown, False) * len(prompts) / len(shown))
+        return Work(flops, 0, int((prompts + responses).sum()))
+
+
+def tower_work(vision: VisionArch, batch: PackedBatch, images: ImageStore) -> Tensor:
+    """Return [B, 2] fp64 on the host, FLOPs of a forward pass of a tower over the images of every sequence: of the whole tower, and
+    of the product with the pixels. An image counts for every sequence that shows it, as its tokens do."""
+    work = torch.zeros(batch.num_sequences, 2, dtype=torch.float64)
+    if not (found := spans_of(batch.tokens.cpu(), images)):
+        return work
+    flops = {image: tower_flops(vision, images.grid(image)) for image in {span.image for span in found}}
+    sequence = torch.bucketize(torch.tensor([span.start for span in found]), batch.cu_seqlens[1:].cpu(), right=True)
+    return work.index_add_(0, sequence, torch.tensor([flops[span.image] for span in found], dtype=torch.float64))
+
+
+def _of_tower(shown: Tensor | None, trains: bool) -> int:
+    """FLOPs of a tower in a pass. shown: `tower_work` of its sequences."""
+    if shown is None:
+        return 0
+    forward, embedding = (round(one) for one in shown.sum(0).tolist())
+    return (1 + BACKWARD) * forward - embedding if trains else forward
 
 
 @dataclass(frozen=True)
@@ -196,15 +228,22 @@ class StepWork:
         policy: UpdateSummary,
         generating: Sequence[int],
         scoring: Work | None = None,
+        shown: Mapping[str, Tensor] = {},
     ) -> StepWork:
         """Compute the work of a step from the lengths [N] of all its samples; updates count only the mini-batches that they took.
-        generated: prompt and response tokens, [M] each, M >= N. scoring: work of the reward model, None without one."""
-        by_critic = {role: models[role].training(torch.cat(one.lengths)) for role, one in critics.items() if one.lengths}
-        by_policy = {"policy": models["policy"].training(torch.cat(policy.lengths))} if policy.lengths else {}
+        generated: prompt and response tokens, [M] each, M >= N. scoring: work of the reward model, None without one. shown: role ->
+        `tower_work` [N, 2] of all samples; empty without images."""
+
+        def trained(role: str, one: UpdateSummary) -> Work:
+            of_tower = shown[role][torch.cat(one.samples)] if role in shown else None
+            return models[role].training(torch.cat(one.lengths), of_tower)
+
+        by_critic = {role: trained(role, one) for role, one in critics.items() if one.lengths}
+        by_policy = {"policy": trained("policy", policy)} if policy.lengths else {}
         by_stage = {
-            "generate": {"policy": models["policy"].generation(*generated)},
+            "generate": {"policy": models["policy"].generation(*generated, shown.get("policy"))},
             **({} if scoring is None else {REWARD_MODEL_STAGE: {REWARD_MODEL: scoring}}),
-            "logprobs": {role: model.forward(lengths) for role, model in models.items() if role != REWARD_MODEL},
+            "logprobs": {role: model.forward(lengths, shown.get(role)) for role, model in models.items() if role != REWARD_MODEL},
             **{stage: works for stage, works in (("update_critic", by_critic), ("update_policy", by_policy)) if works},
         }
         return cls(by_stage, models, generating)
@@ -253,6 +292,10 @@ def role_models(config: AnyConfig, placements: Mapping[str, Placement], device: 
         spec = spec_of_role(config, role, None)
         frozen = isinstance(section, TrainableConfig) and section.lora is not None
         models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks, frozen)
+        if (vision := spec.arch.vision) is not None and isinstance(section, TrainableConfig):
+            still = frozen_of(section, spec.arch, value_head=spec.value_head is not None)
+            trains = not still.issuperset(name for name, _ in vision.tensors)
+            models[role] = replace(models[role], tower_trains=trains)
     if reference_is_base(config):
         models["reference"] = models[config.learner]  # its pass is one more of the same model
     return models
@@ -280,10 +323,18 @@ def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[
 
 
 class Instruments:
-    """Instruments of this rank. sections: of the watchdog, which is told of every stage."""
+    """Instruments of this rank. sections: of the watchdog, which is told of every stage. images: of the run; None without."""
 
-    def __init__(self, config: AnyConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
-        self.sections, self._on_gpu = sections, device.type == "cuda"
+    def __init__(
+        self,
+        config: AnyConfig,
+        roles: Roles,
+        run_dir: RunDir,
+        device: torch.device,
+        sections: Sections,
+        images: ImageStore | None = None,
+    ) -> None:
+        self.sections, self._on_gpu, self._images = sections, device.type == "cuda", images
         self._models = role_models(config, roles.placements, device)
         # The training half of an asynchronous run waits together for ranks outside of its world.
         generating = ALL
@@ -326,16 +377,33 @@ class Instruments:
         """Return FLOPs, their rates, and memory (largest over all ranks) of a step. Collective over the world."""
         lengths, (generated, sampled) = record.experience.table.length.long(), record.generated
         prompts = (generated - sampled).long()
-        work = StepWork.of_step(
-            self._models, lengths, (prompts, sampled.long()), record.critics, record.policy, self._generating, self._scoring(record)
-        )
+        asked = record.critics, record.policy, self._generating, self._scoring(record), self._shown(record.experience)
+        work = StepWork.of_step(self._models, lengths, (prompts, sampled.long()), *asked)
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
-    def costs_of_update(self, stage: str, role: str, lengths: Tensor, timers: StageTimers) -> dict[str, float]:
-        """Return the same of a step that is one update of a role. lengths: [M] int64, tokens of all its sequences. Collective over
-        the world."""
-        work = StepWork({stage: {role: self._models[role].training(lengths)}}, self._models, ())
+    def costs_of_update(
+        self, stage: str, role: str, lengths: Tensor, timers: StageTimers, shown: Tensor | None = None
+    ) -> dict[str, float]:
+        """Return the same of a step that is one update of a role. lengths: [M] int64, tokens of all its sequences. shown:
+        `tower_work` of them, or its sum. Collective over the world."""
+        work = StepWork({stage: {role: self._models[role].training(lengths, shown)}}, self._models, ())
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
+
+    def _shown(self, experience: Experience) -> dict[str, Tensor]:
+        """Return role -> `tower_work` of all samples; empty without images. Collective over the world with images."""
+        towers: dict[VisionArch, Tensor] = {}  # roles share what they see alike
+        found: dict[str, Tensor] = {}
+        for role, model in self._models.items():
+            vision, mine = model.arch.vision, None
+            if vision is not None and vision not in towers and (mine := self.shown(role, experience.batch)) is not None:
+                towers[vision] = torch.stack([experience.column(one) for one in mine.unbind(1)], 1)
+            found |= {role: towers[vision]} if vision in towers else {}
+        return found
+
+    def shown(self, role: str, batch: PackedBatch) -> Tensor | None:
+        """Return `tower_work` of a role's model on this rank's sequences; None without images."""
+        vision = self._models[role].arch.vision
+        return None if vision is None or self._images is None else tower_work(vision, batch, self._images)
 
     def _scoring(self, record: StepRecord) -> Work | None:
         """Return the reward model's work over the texts of all ranks; None without one. Collective over the world with one."""

@@ -51,6 +51,7 @@ from megappo.trainer.assembly import (
     build_supervised,
     checkpoints_of,
     kl_controller,
+    store_of,
 )
 from megappo.trainer.build_roles import load_critics
 from megappo.trainer.halves import join_half, run_halves, seats_of
@@ -173,7 +174,7 @@ def _train(
     rollout = build_rollout(models.roles.engines.get("policy")) if isinstance(data, RunData) else None
     state, kl = TrainerState(), kl_controller(config.algorithm.kl) if isinstance(config, TrainConfig) else None
     checkpoints = checkpoints_of(config, data, models, state, kl, claimed, log)
-    instruments = Instruments(config, models.roles, claimed.run_dir, device, claimed.watchdog.sections)
+    instruments = Instruments(config, models.roles, claimed.run_dir, device, claimed.watchdog.sections, store_of(data))
     log.note(instruments.note)
     run = Run(Steps(config, state, data.total_steps), state, log, checkpoints, instruments, factory.settle)
     loop = _loop_of(config, data, models, run, rollout, kl)

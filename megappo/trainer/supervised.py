@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from megappo.config.evaluations import metric_name
 from megappo.config.supervised import SupervisedConfig
 from megappo.data.examples import Examples
@@ -102,7 +104,7 @@ class Supervised(StepLoop):
         self.instruments.settle_times(timers)  # 8
         self.state.count_examples(len(drawn.numbers), int(count), applied=update.taken.applied)
         held_out = self.evaluate(step, timers)
-        self.log.step(self.metrics(drawn, update, count, timers), step, self.steps.total)
+        self.log.step(self.metrics(share, drawn, update, count, timers), step, self.steps.total)
         is_last = step == self.steps.last
         self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=held_out)
 
@@ -130,7 +132,7 @@ class Supervised(StepLoop):
         assert mine is not None, "some rank has the role that learns"
         return mine
 
-    def metrics(self, drawn: Drawn, update: Update, count: float, timers: StageTimers) -> dict[str, float]:
+    def metrics(self, share: Share, drawn: Drawn, update: Update, count: float, timers: StageTimers) -> dict[str, float]:
         """Return metric -> value of a step. Collective over the world."""
         kind, router, lengths = self.config.name, update.result.router, drawn.sequence_lengths
         figures = self.kind.figures(update.result.sums, max(count, 1.0))
@@ -145,9 +147,15 @@ class Supervised(StepLoop):
             Metric.STEP_SECONDS.value: timers.total_s,
             Metric.TOKENS_PER_S.value: int(lengths.sum()) / timers.total_s,
             Metric.SAMPLES_PER_S.value: len(drawn.numbers) / timers.total_s,
-            **self.instruments.costs_of_update("update_policy", self.config.learner, lengths, timers),
+            **self.instruments.costs_of_update("update_policy", self.config.learner, lengths, timers, self._shown(share)),
             **self.checkpoints.metrics(),
         }
+
+    def _shown(self, share: Share) -> Tensor | None:
+        """Return the tower's FLOPs (`tower_work`) of all examples, added up; None without images. Collective over the world with
+        images."""
+        mine = self.instruments.shown(self.config.learner, share.batch)
+        return None if mine is None else mine.new_tensor([[share.total(float(one)) for one in mine.sum(0)]])
 
     # -------------------------------------------------------------------------------------------------------- evaluation
 

@@ -59,11 +59,12 @@ ALL_SAMPLED = Counting()
 
 class MiniBatch(NamedTuple):
     """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: of the loss, over all ranks.
-    lengths: [M], tokens of all samples of the mini-batch."""
+    lengths: [M], tokens of all samples of the mini-batch, and of its texts. samples: their numbers, without texts."""
 
     share: PackedBatch
     denominator: float
     lengths: Tensor
+    samples: Tensor
 
 
 @lru_cache(maxsize=8)  # the plan of owners asks for it, and every role
@@ -129,14 +130,14 @@ def mini_batches(
                     number = float(counted[chosen][positive[chosen]].sum())
                     weights[NLL_WEIGHT] = correct.float() * (denominator / max(number, 1.0))
                 share = share.with_fields(weights)
-            yield MiniBatch(share, denominator, table.length.index_select(0, chosen).long())
+            yield MiniBatch(share, denominator, table.length.index_select(0, chosen).long(), chosen)
 
 
 def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: int) -> Iterator[MiniBatch]:
     """Yield the mini-batches with their texts. shares: of the role. rank: of the world."""
     for mini, numbers in zip(minis, drawn.numbers, strict=True):
         share = with_texts(mini.share, drawn.texts, numbers, shares, rank, mini.denominator)
-        yield MiniBatch(share, mini.denominator, torch.cat([mini.lengths, drawn.texts.lengths(numbers)]))
+        yield mini._replace(share=share, lengths=torch.cat([mini.lengths, drawn.texts.lengths(numbers)]))
 
 
 def first_epoch(
@@ -209,6 +210,8 @@ class UpdateSummary:
     balance_losses: list[float] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
     """[M] int64 per mini-batch that was passed, tokens of its samples on all ranks."""
+    samples: list[Tensor] = field(default_factory=list)
+    """[M] int64 of each of them, numbers of its samples."""
 
     def add(self, result: UpdateResult, denominator: float) -> None:
         for name, value in result.losses.sums.items():
@@ -257,6 +260,7 @@ def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
             result = role.update(mini.share, mini.denominator)
             summary.add(result, mini.denominator)
             summary.lengths.append(mini.lengths)
+            summary.samples.append(mini.samples)
             if result.step is None:
                 break
     return summary

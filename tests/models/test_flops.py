@@ -15,9 +15,12 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from megappo.models.arch import ModelArch, Rope
-from megappo.models.flops import ForwardFlops, forward_flops, generation_flops, layer_weights, window_of
+from megappo.models.flops import ForwardFlops, forward_flops, generation_flops, layer_weights, tower_flops, window_of
 from megappo.models.hf_config import arch_of
+from megappo.models.vision import tower_of
+from megappo.models.vision_families import tower_shape
 from tests.models.checkpoints import CASES, EXPERT_CASES, LENGTHS, example_sequences, hf_config
+from tests.models.vision_cases import KINDS, vision_arch
 
 LENGTH = torch.tensor(LENGTHS)
 LLAMA_7B = ModelArch("llama", "LlamaForCausalLM", 32, 4096, 32, 32, 128, 11008, 32000, 4096, False, 1e-5, Rope())
@@ -97,6 +100,28 @@ def test_a_critic_has_a_head_of_one_column() -> None:
     arch, found = counted("llama", "TokenClassification")
     flops = forward_flops(arch, LENGTH, value_head=True, causal=False)
     assert flops.total == found and flops.head == 2 * arch.hidden_size * sum(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_has_as_many_operations_as_torch_counts(kind: str) -> None:
+    vision = vision_arch(kind).vision
+    assert vision is not None
+    grids = [(4, 6), (10, 4), (2, 2), (14, 10)]  # some of them not a multiple of the windows
+    tower = tower_of(vision, torch.float32)
+    tower.config._attn_implementation = "eager"  # type: ignore[union-attr] # torch counts products, and not the CPU's kernel
+    pixels = torch.randn(sum(rows * cols for rows, cols in grids), tower_shape(vision).pixels)
+    counts = [FlopCounterMode(display=False) for _ in range(2)]
+    with counts[0], torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor([(1, *grid) for grid in grids]))
+    with counts[1]:
+        out = tower(pixels, grid_thw=torch.tensor([(1, *grid) for grid in grids]), return_dict=True)
+        torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]).sum().backward()
+    found = [tower_flops(vision, grid) for grid in grids]
+    total, embedding = (sum(getattr(one, name) for one in found) for name in ("total", "embedding"))
+    assert counts[0].get_total_flops() == total
+    assert counts[1].get_total_flops() == 3 * total - embedding
+    everywhere = replace(vision, config=vision.config.replace("window_size", "no_window"))
+    assert (sum(tower_flops(everywhere, grid).total for grid in grids) != total) == (tower_shape(vision).window is not None)
 
 
 @pytest.mark.parametrize(

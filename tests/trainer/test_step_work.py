@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megappo.config.run_sections import TelemetryConfig
-from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.images import IMAGE_BASE
+from megappo.data.packing import PackedBatch, cu_seqlens_of, pack
 from megappo.engine.base import PassResult, StepResult
-from megappo.models.flops import forward_flops, generation_flops
-from megappo.trainer.instruments import RoleModel, StepWork, peak_note, peak_tflops
+from megappo.models.flops import forward_flops, generation_flops, tower_flops
+from megappo.trainer.instruments import RoleModel, StepWork, peak_note, peak_tflops, tower_work
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.updates import MiniBatch, UpdateSummary, run_updates
 from tests.models.test_flops import LLAMA_7B
+from tests.models.vision_cases import images_of, vision_arch, write_questions, write_vision_checkpoint
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -65,6 +68,40 @@ def test_every_role_has_its_own_operations_in_every_stage() -> None:
     }
     assert found["perf/tflops/update_policy"] == pytest.approx(3 * one.total / 1e12 / (2.0 * RANKS))
     assert found["perf/tflops/step"] == pytest.approx(sum(want.values()) / 1e12 / (10.0 * RANKS))
+
+
+def test_a_tower_works_for_every_sequence_that_shows_an_image() -> None:
+    """FLOPs of a forward pass, and of its product with the pixels, which has no gradient: the second sample shows images."""
+    shown = dict.fromkeys(MODELS, torch.tensor([[0.0, 0.0], [700.0, 50.0]], dtype=torch.float64))
+    models = {**MODELS, "policy": replace(MODELS["policy"], tower_trains=True)}
+    one = replace(updates(LENGTHS, LENGTHS[1:]), samples=[torch.tensor([0, 1]), torch.tensor([1])])
+    asked = (LENGTHS, (LENGTHS - RESPONSES, RESPONSES), {"critic": one}, one, range(RANKS), None)
+    found, without = (StepWork.of_step(models, *asked, images).by_stage for images in (shown, {}))
+    more = {
+        (stage, role): work.flops - without[stage][role].flops for stage, roles in found.items() for role, work in roles.items()
+    }
+    trained, frozen = 2 * (3 * 700 - 50), 2 * 700  # in two mini-batches
+    assert more == {
+        ("generate", "policy"): 700,
+        ("logprobs", "policy"): 700,
+        ("logprobs", "critic"): 700,
+        ("logprobs", "reference"): 700,
+        ("update_critic", "critic"): frozen,
+        ("update_policy", "policy"): trained,
+    }
+
+
+def test_the_images_of_every_sequence_are_found(tmp_path: Path) -> None:
+    write_questions(tmp_path)
+    write_vision_checkpoint(tmp_path / "model", "qwen3_vl")
+    store = images_of(tmp_path / "model", tmp_path / "questions.jsonl", tmp_path / "cache").store
+    vision = vision_arch("qwen3_vl").vision
+    assert vision is not None
+    first, second = ([IMAGE_BASE + number] * store.num_tokens(number) for number in (0, 2))
+    batch = pack([[1, *first], [1, 2], [*second, *first, 3]])
+    flops = [tower_flops(vision, store.grid(number)) for number in (0, 2)]
+    both = [flops[0].total + flops[1].total, flops[0].embedding + flops[1].embedding]
+    assert tower_work(vision, batch, store).tolist() == [list(flops[0]), [0, 0], both]
 
 
 def test_a_reward_model_works_in_the_stage_of_the_scores() -> None:
@@ -155,5 +192,5 @@ class Declines:
 
 
 def test_updates_that_end_early_have_done_the_passes_until_then() -> None:
-    summary = run_updates(Declines(), [MiniBatch(BATCH, 1.0, lengths) for lengths in (LENGTHS, LENGTHS[1:], LENGTHS)])
+    summary = run_updates(Declines(), [MiniBatch(BATCH, 1.0, lengths, lengths) for lengths in (LENGTHS, LENGTHS[1:], LENGTHS)])
     assert summary.num_updates == 1 and [lengths.tolist() for lengths in summary.lengths] == [[4, 6], [6]]
