@@ -270,6 +270,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
     "strings": _value(listed),
     "trackers": _value(_named_trackers),
     "overlong": _value(lambda value: "filter" if value else "error"),
+    "frozen_tower": _value(lambda value: ["visual"] if value else []),
     "save_contents": _value(lambda value: isinstance(value, list) and "optimizer" not in value),
     "run_folder": _value(str),
     "beta1": _beta(0),
@@ -285,7 +286,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 
 # Computed after the others and in this order, since they read their results.
 LATE = (
-    ("unless_shared", "openrlhf_overlong", "reward_scale", "val_sampling"),
+    ("unless_shared", "openrlhf_overlong", "reward_scale", "val_sampling", "image_key"),
     ("warmup_steps", "warmup_ratio", "min_lr_ratio", "torch_schedule", "tokens_of_pairs", "tokens_of_examples"),
 )
 

@@ -159,6 +159,17 @@ def template_args(rule: Rule, value: Any, settings: Settings) -> Values:
 TEMPLATE_ARGS = ("data.apply_chat_template_kwargs", "policy.tokenizer.chat_template_kwargs")
 
 
+def image_key(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take the field of images if the model's name says that it reads images, or if the field is not the trainer's own default:
+    trainers name it for models of text too."""
+    if value in ("images", "image") and not _VISION.search(str(settings.ours.get("policy.model", ""))):
+        raise unneeded(f"nothing says that the model reads images; {rule.keys[0]}={value} for one that does")
+    return same(rule.keys, value)
+
+
+_VISION = re.compile(r"(?<![A-Za-z])VL(?![A-Za-z])", re.IGNORECASE)
+
+
 def truncation(rule: Rule, value: Any, settings: Settings) -> Values:
     filtered = settings.foreign.get("data.filter_overlong_prompts", False)
     if value == "error":

@@ -214,8 +214,8 @@ DATA = {
     "data.return_raw_chat": unneeded("rewards see text and ids"),
     "data.return_full_prompt": unneeded("rewards see text and ids"),
     "data.return_multi_modal_inputs": unneeded("tokens carry the images"),
-    "data.image_key": missing("images are read: docs/images.md", "data.image_key", off=(None, "images")),
-    "data.video_key": missing("text only", off=(None, "videos")),
+    "data.image_key": take("data.image_key", by="image_key"),
+    "data.video_key": missing("text and images alone", off=(None, "videos")),
     "data.apply_chat_template_kwargs": take("data.template_args", by="template_args"),
     "data.sampler.class_path": missing("prompts are shuffled, or visited in order", "data.shuffle"),
     "data.sampler.class_name": missing("prompts are shuffled, or visited in order", "data.shuffle"),
@@ -267,7 +267,7 @@ ACTOR = {
     "actor_rollout_ref.actor.tis_imp_ratio_cap": take(
         "algorithm.importance_sampling.type", "algorithm.importance_sampling.high", by="tis_cap"
     ),
-    "actor_rollout_ref.actor.freeze_vision_tower": missing("name it: [visual]", "policy.freeze", off=(None, False)),
+    "actor_rollout_ref.actor.freeze_vision_tower": take("policy.freeze", by="frozen_tower"),
     "actor_rollout_ref.actor.calculate_entropy": implied("entropy is a metric of every step", "algorithm.entropy.coef"),
     "actor_rollout_ref.actor.router_replay.mode": missing(
         "experts are chosen anew by the trainer", "rollout.engine", off=(None, "disabled")

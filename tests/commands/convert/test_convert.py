@@ -268,6 +268,12 @@ ARITHMETIC = [
     ({"trainer.nnodes": 2}, {"run.num_ranks": 16}),
     ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.trackers": ["tensorboard"]}),
     ({"data.filter_overlong_prompts": False, "data.truncation": "error"}, {"data.overlong": "error"}),
+    (
+        {f"{AOR}.model.path": "Qwen/Qwen2.5-VL-7B-Instruct", "data.image_key": "images", f"{AOR}.actor.freeze_vision_tower": True},
+        {"data.image_key": "images", "policy.freeze": ["visual"]},
+    ),
+    ({f"{AOR}.model.path": "Qwen/Qwen2.5-7B-Instruct", "data.image_key": "images"}, {"data.image_key": None}),
+    ({f"{AOR}.model.path": "models/mine", "data.image_key": "photos"}, {"data.image_key": "photos"}),
 ]
 
 
