@@ -18,6 +18,7 @@ from megappo.commands.verify.recording import RecordedTexts
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.config.schema import TrainConfig
+from megappo.data.images import ImageStore
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
@@ -130,12 +131,14 @@ def measure(
     *,
     gradients: bool = False,
     parameters: bool = False,
+    images: ImageStore | None = None,
 ) -> Measured:
     """Run one PPO step for each rollout (of `recording.py`), with the critic updated before the policy. Collective over the world,
     whichever of its ranks the roles live on. The KL coefficient stays at its first value.
 
     config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
-    the first mini-batch, without Megatron's distributed optimizer. parameters: also gather those after the last step."""
+    the first mini-batch, without Megatron's distributed optimizer. parameters: also gather those after the last step. images: that
+    tokens of the rollouts name."""
     # Megatron's distributed optimizer leaves each rank with whole gradients, but reduces only the rank's own shard.
     trained = trained_sections(config)
     partial = [s for s in trained.values() if s.engine == "megatron" and s.optimizer.distributed]
@@ -144,7 +147,7 @@ def measure(
     num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained}
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, cast(EngineFactory, recording), num_updates)
+    roles = build_roles(config, cast(EngineFactory, recording), num_updates, images=images)
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if REWARD_MODEL in roles.shares:

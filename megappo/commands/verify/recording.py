@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from megappo.config.schema import SamplingConfig
+from megappo.data.images import IMAGE_BASE, ImageStore
 from megappo.data.packing import NO_ID, PackedBatch, Ragged, pack
 
 # Most given and most sampled tokens in one turn.
@@ -34,15 +35,18 @@ class Turn(NamedTuple):
     sampled: int
 
 
-def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
+def record_rollouts(
+    num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0, images: ImageStore | None = None
+) -> list[PackedBatch]:
     """Draw `num_rollouts` batches of `sequences` samples. Of four, one has a one-token response, one has several turns, one was
     cut.
 
-    kept: most ids that a token was drawn from; if > 0 the batch has the ragged field `kept`. Token fields: response_mask,
+    kept: most ids that a token was drawn from; if > 0 the batch has the ragged field `kept`. images: of which of four samples one
+    shows none, two show one, and one shows two. Token fields: response_mask,
     rollout_logprob. Sequence fields: truncated, version, score, group (four samples each, not neighbours), greedy (score of a
     greedy response to the prompt of the group)."""
     generator = torch.Generator().manual_seed(seed)
-    rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
+    rollouts = [_record(sequences, vocab_size, version, generator, images) for version in range(num_rollouts)]
     return rollouts if not kept else [_with_top_k_ids(batch, kept, vocab_size, generator) for batch in rollouts]
 
 
@@ -66,10 +70,14 @@ def num_top_k_ids(sampling: SamplingConfig) -> int:
     return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_top_k_ids else 0
 
 
-def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
+def _record(sequences: int, vocab_size: int, version: int, generator: Generator, images: ImageStore | None) -> PackedBatch:
     plan = [_turns(index, generator) for index in range(sequences)]
-    batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
-    mask = torch.tensor([sampled for turns in plan for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled])
+    texts = [_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan]
+    masks = [[sampled for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled] for turns in plan]
+    # Behind the first token, which is given, as the images are.
+    shown = [_shown(index, images) for index in range(sequences)]
+    batch = pack([[text[0], *features, *text[1:]] for text, features in zip(texts, shown)])
+    mask = torch.tensor([one for mask, features in zip(masks, shown) for one in [False] * len(features) + mask])
     # 0.5 to 1.5 times the log-prob of an even distribution: bounds on the ratio to the policy cut some tokens and keep others.
     logprob = -log(vocab_size) * (0.5 + torch.rand(batch.num_tokens, generator=generator))
     return batch.with_fields(
@@ -81,6 +89,12 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
             **_groups(sequences),
         },
     )
+
+
+def _shown(index: int, images: ImageStore | None) -> list[int]:
+    """Tokens of the images of a sample; none of the first of four."""
+    numbers = [] if images is None or index % 4 == 0 else [index, index + 1][: 2 if index % 4 == 2 else 1]
+    return [IMAGE_BASE + n % len(images) for n in numbers for _ in range(images.num_tokens(n % len(images)))] if images else []
 
 
 def _groups(sequences: int) -> dict[str, Tensor]:

@@ -97,15 +97,10 @@ def _check(config: TrainConfig, device: Device) -> None:
             raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
     for key, path in model_paths(config).values():
         try:
-            arch = read_arch(path)
+            read_arch(path)
         except ValueError as error:
             fix = f"verify compares with one rank of engine megatron, which cannot run it ({error}); use a model of a family"
             raise ConfigError(problem(key, path, fix)) from None
-        if arch.vision is not None:
-            fix = (
-                f"verify makes no small model of {arch.architecture}; docs/images.md says how its layouts are held to transformers"
-            )
-            raise ConfigError(problem(key, path, fix))
     check_layouts(config, read_archs(config), ranks, choose_implementation(config.model.impl, device))
 
 

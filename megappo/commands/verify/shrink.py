@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megappo.commands.verify.recording import LONGEST_RESPONSE, LONGEST_SEQUENCE
 from megappo.commands.verify.shrink_layouts import FittedLayouts, fit_layouts, fit_placed, ranks_needed, split_layers
-from megappo.commands.verify.shrink_model import small_config, write_model
+from megappo.commands.verify.shrink_model import small_config, write_images, write_model
 from megappo.config.layout_checks import placements_in_use, require_whole_steps, roles_in_use
 from megappo.config.rank_ranges import ALL, ranges_of, ranks_of
 from megappo.config.role_sections import (
@@ -27,13 +27,15 @@ from megappo.config.role_sections import (
 )
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
-from megappo.models.hf_config import read_arch, read_config
+from megappo.models.hf_config import arch_of, read_arch, read_config
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.parallel.layout import placement_of
 from megappo.trainer.prepare.layouts import model_paths
 
 # Two mini-batches in a step: the second sees weights that the first has moved.
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
+IMAGES = "images"
+"""Folder of the images that samples show, beside the models."""
 # Texts in each update, with `algorithm.ptx`.
 TEXTS = 5
 # In a second epoch ratios are far from 1, so that clipping is measured. A third would show nothing new.
@@ -77,7 +79,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         if isinstance(section, TrainableConfig):
             optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
-            changes["freeze"] = ()  # names layers that the small model may not have
+            changes["freeze"] = tuple({"visual"} & {*section.freeze})  # others name layers that the small model may not have
         if isinstance(section, CriticConfig):
             changes["warmup"] = None
         if isinstance(section, AnyCriticConfig):
@@ -157,7 +159,11 @@ def _write_models(
     for seed, (path, roles) in enumerate(users.items()):
         num_layers, splits = split_layers([parallel[role] for role in roles])
         target = folder / f"model-{roles[0]}"
-        write_model(target, small_config(read_config(path), num_layers, splits, implementation), seed)
+        small = small_config(read_config(path), num_layers, splits, implementation)
+        write_model(target, small, seed)
+        vision = arch_of(small).vision
+        if vision is not None and not (folder / IMAGES).is_dir():  # all roles see the same ones
+            write_images(folder / IMAGES, vision)
         layouts |= dict(zip(roles, splits))
         models |= {role: str(target) for role in roles}
     return layouts, models

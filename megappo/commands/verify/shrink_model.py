@@ -12,13 +12,15 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.config.role_sections import ParallelConfig
-from megappo.models.arch import ModelArch, check_cp, check_tp
+from megappo.data.images import write_store
+from megappo.models.arch import ModelArch, VisionArch, check_cp, check_tp
 from megappo.models.families.registry import FAMILIES
 from megappo.models.family import usual_keys
 from megappo.models.hf_config import arch_of, text_config
@@ -29,6 +31,8 @@ from megappo.trainer.prepare.reward_model import is_classifier
 HIDDEN_SIZE, HEAD_DIM = 32, 8
 # Prime, so that every tp pads it.
 VOCAB_SIZE = 131
+PATCH = 4  # pixels
+GRIDS = ((1, 2), (2, 2), (3, 1))  # rows and columns of features; the last one fills no window
 SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences, so that it takes effect
 # Scaled rotary embeddings differ from plain ones from this position on.
 ORIGINAL_POSITIONS = 16
@@ -37,6 +41,7 @@ assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
 
 _LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES, _MOST_GROUPS = 24, 16, 4, 4, 4
 # Keys that depend on the large vocabulary or on the checkpoint's shape; the small model states its own.
+_IMAGE_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _DROPPED = (
     "bos_token_id",
     "eos_token_id",
@@ -75,7 +80,8 @@ def small_config(
         | _delta(arch, parallels, num_layers)
     )
     own = FAMILIES[arch.family].keys  # transformers, under engine fsdp2, reads some keys by the family's names alone
-    return {own.get(key, key): value for key, value in small.items()}
+    small = {own.get(key, key): value for key, value in small.items()}
+    return small if arch.vision is None else _seeing(small, arch.vision, config)
 
 
 def _heads(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> tuple[int, int]:
@@ -179,6 +185,46 @@ def _delta(arch: ModelArch, parallels: Sequence[ParallelConfig], num_layers: int
         "linear_key_head_dim": HEAD_DIM,
         "linear_value_head_dim": 6,
     }
+
+
+def _seeing(text: dict[str, Any], vision: VisionArch, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a small language model with a tower: as deep as it takes for both kinds of blocks, and features of one
+    layer where the user's model has some of several."""
+    key = "rope_scaling" if "rope_scaling" in text else "rope_parameters"
+    sections = {"mrope_section": [HEAD_DIM // 2 - 2, 1, 1], "mrope_interleaved": vision.interleaved}
+    tower = json.loads(vision.config) | {
+        "depth": 2,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": _LEAST_COLUMNS,
+        "num_heads": 2,
+        "out_hidden_size": HIDDEN_SIZE,
+        "patch_size": PATCH,
+        "window_size": 2 * vision.merge * PATCH,
+        "fullatt_block_indexes": [1],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0] if vision.deepstack else [],
+    }
+    named = {name: VOCAB_SIZE - 1 - place for place, name in enumerate(_IMAGE_IDS)}
+    model_type = config["model_type"]
+    return {
+        "architectures": config["architectures"],
+        "model_type": model_type,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        **named,
+        "vision_config": {name: tower[name] for name in tower if name in json.loads(vision.config)},
+        "text_config": {**text, "model_type": f"{model_type}_text", key: {"rope_type": "default"} | text.get(key, {}) | sections},
+    }
+
+
+def write_images(folder: Path, vision: VisionArch) -> None:
+    """Write the store of a few images of noise, which recorded samples show."""
+    rng, first, index = numpy.random.default_rng(0), 0, []
+    for grid in GRIDS:
+        rows, cols = (side * vision.merge for side in grid)
+        index.append((first, rows, cols))
+        first += rows * cols
+    pixels = rng.integers(0, 256, (first, 3 * PATCH**2), dtype=numpy.uint8)
+    write_store(folder, pixels, index, merge=vision.merge, frames=vision.frames, mean=[0.5] * 3, std=[0.5] * 3)
 
 
 def _at_least(least: int, multiple: int) -> int:

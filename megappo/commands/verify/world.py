@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from megappo.commands.verify.measure import Gathered, Measured, RoleMeasures, measure
 from megappo.commands.verify.recording import num_top_k_ids, record_rollouts
-from megappo.commands.verify.shrink import SAMPLES, STEPS
+from megappo.commands.verify.shrink import IMAGES, SAMPLES, STEPS
 from megappo.commands.verify.shrink_model import VOCAB_SIZE
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import ModelConfig, with_sections
 from megappo.config.schema import TrainConfig
+from megappo.data.images import ImageStore
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.models.implementation import choose_implementation
@@ -37,6 +38,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
     """Join the world that torchrun described, measure every run and leave."""
     runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
     run = next(iter(runs.values())).run
+    images = ImageStore(Path(folder, IMAGES)) if Path(folder, IMAGES).is_dir() else None
     device = select_device(run.device)
     start_distributed(device, run.timeouts)
     for name, config in runs.items():
@@ -44,7 +46,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
         # By name: for small runs, which are in fp32, `auto` would not take TransformerEngine as the user's run does.
         layers = ModelConfig(impl=choose_implementation(config.model.impl, device.type))
         engines = backend(layers, config.run.timeouts, device)
-        results = _measure(config, engines)
+        results = _measure(config, engines, images)
         if dist.get_rank() == 0:
             write_results(Path(folder, f"{name}.pt"), results)
         engines.close()
@@ -52,15 +54,15 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
     dist.destroy_process_group()
 
 
-def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
+def _measure(config: TrainConfig, engines: EngineFactory, images: ImageStore | None) -> Results:
     kept = num_top_k_ids(config.rollout.sampling)
-    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
+    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept, images=images)
     plain = {
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
         for role, section in trained_sections(config).items()
     }
-    first = measure(with_sections(config, plain), rollouts[:1], engines, gradients=True)
-    return Results(first, measure(config, rollouts, engines, parameters=True))
+    first = measure(with_sections(config, plain), rollouts[:1], engines, gradients=True, images=images)
+    return Results(first, measure(config, rollouts, engines, parameters=True, images=images))
 
 
 def write_results(path: Path, results: Results) -> None:

@@ -6,7 +6,13 @@ import torch
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.commands.verify.recording import LONGEST_RESPONSE, LONGEST_SEQUENCE, num_top_k_ids, record_rollouts
+from megappo.commands.verify.shrink_model import small_config, write_images
+from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import SamplingConfig
+from megappo.data.images import IMAGE_BASE, ImageStore
+from megappo.models.hf_config import arch_of
+from megappo.models.vision import seen_in
+from tests.commands.verify.models import MODELS
 
 
 def drawn(seed: int = 0):
@@ -32,6 +38,21 @@ def test_it_has_gaps_cuts_single_tokens_and_unequal_lengths() -> None:
         assert mask[batch.cu_seqlens[1:].long() - 1].all(), "a rollout ends with a sampled token"
         assert int(sampled.max()) <= LONGEST_RESPONSE and int(batch.lengths.max()) <= LONGEST_SEQUENCE
         assert (batch["rollout_logprob"] == 0)[~mask].all() and int(batch.tokens.max()) < 131
+
+
+def test_images_stand_behind_the_first_token_and_are_never_sampled(tmp_path) -> None:
+    vision = arch_of(small_config(MODELS["qwen3_vl"], 2, [ParallelConfig()], "local")).vision
+    assert vision is not None
+    write_images(tmp_path / "images", vision)
+    images = ImageStore(tmp_path / "images")
+    batches = record_rollouts(3, sequences=12, vocab_size=131, images=images)
+    first = batches[0].tokens
+    assert torch.equal(first[first < IMAGE_BASE], drawn()[0].tokens), "the rest is as without"
+    for batch in batches:
+        shown = [seen_in(one, images).images for one in batch.tokens.split(batch.lengths.tolist())]
+        assert [len(one) for one in shown] == [0, 1, 2, 1] * 3 and {image for one in shown for image in one} == {0, 1, 2}
+        text = batch.tokens < IMAGE_BASE
+        assert not batch["response_mask"][~text].any() and not text[batch.cu_seqlens[:-1].long() + 1][1::4].any()
 
 
 def test_every_sampled_token_is_among_the_ids_it_was_drawn_from() -> None:

@@ -19,6 +19,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.vision_families import tower_shape
 from megappo.models.weight_map import hf_tensors
 from megappo.trainer.prepare.layouts import model_problems
 from tests.commands.verify.models import MODELS, write_config_json
@@ -124,6 +125,13 @@ def check_features(theirs: Any, small: Any) -> None:
         assert small.moe.norm_topk_prob == theirs.moe.norm_topk_prob
         assert bool(small.moe.dense_layers) == bool(theirs.moe.dense_layers)
         assert 4 <= small.moe.num_experts and 1 < small.moe.top_k < small.moe.num_experts
+    if theirs.vision is not None:
+        shapes = [tower_shape(arch.vision) for arch in (small, theirs)]
+        assert len({(one.gated, one.window is None, one.whole < one.depth) for one in shapes}) == 1
+        for feature in ("merge", "frames", "interleaved"):
+            assert getattr(small.vision, feature) == getattr(theirs.vision, feature), feature
+        assert bool(small.vision.deepstack) == bool(theirs.vision.deepstack) and len(small.vision.sections) == 3
+        assert small.vision.image_token < small.vocab_size
     parameters = sum(math.prod(shape) for shape in hf_tensors(small).values())
     assert parameters < 1_000_000
 

@@ -93,6 +93,18 @@ def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(conf
     assert not any(line.startswith("critic") and " gradients" in line for line in differing), "it has no sequence parallelism"
 
 
+def test_a_model_with_a_tower_is_verified_on_images(tmp_path, capfd, monkeypatch) -> None:
+    """Policy and critic with their towers in tp with sequence parallel and in stages. Negative control: one rank gives images the
+    positions of text."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(model=write_config_json(tmp_path / "model", "qwen3_vl")))
+    monkeypatch.setattr("megappo.commands.launch.processes.ForkedProcesses", ForkedRanks)
+    assert verify(load_config(path, ["data.image_key=images"]), "cpu", max_ranks=2) == 0
+    assert "quantities agree with those of one rank" in capfd.readouterr().out
+    code = verify(load_config(path), "cpu", max_ranks=2, rank_module="tests.commands.verify.broken_tower")
+    assert code == 1 and "DIFFERS: policy" in capfd.readouterr().out
+
+
 # arguments after the configuration, what stderr must contain
 BAD = [
     (["policy.model=absent"], ['policy.model = "absent"', "`hf download OWNER/NAME --local-dir absent`"]),
