@@ -295,7 +295,7 @@ def role_models(config: AnyConfig, placements: Mapping[str, Placement], device: 
         if (vision := spec.arch.vision) is not None and isinstance(section, TrainableConfig):
             still = frozen_of(section, spec.arch, value_head=spec.value_head is not None)
             trains = not still.issuperset(name for name, _ in vision.tensors)
-            models[role] = replace(models[role], tower_trains=trains)
+            models[role] = replace(models[role], tower_trains=trains and not frozen)
     if reference_is_base(config):
         models["reference"] = models[config.learner]  # its pass is one more of the same model
     return models

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import ceil, floor
 from typing import Any, Literal
 
-from megappo.commands.plan.activations import ITEMSIZE, RoleWork, micro_batch_bytes
+from megappo.commands.plan.activations import ITEMSIZE, RoleWork, micro_batch_bytes, tower_bytes
 from megappo.commands.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
 from megappo.commands.plan.hf_activations import OwnPasses
 from megappo.commands.plan.memory import (
@@ -26,7 +26,7 @@ from megappo.commands.plan.memory import (
 )
 from megappo.commands.plan.reserve import reserve_bytes
 from megappo.commands.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
-from megappo.commands.plan.tower import Shown, shown_by_keys
+from megappo.commands.plan.tower import Shown, shown_by_keys, working_bytes
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
@@ -329,7 +329,8 @@ def memory_of_stages(
         work = replace(work, values=(work.values[0] + numbers, work.values[1] + numbers))
     frozen = frozen_of(settings, arch, value_head=work.value_head)
     tower = () if arch.vision is None else [name for name, _ in arch.vision.tensors]
-    kept, found = replace(work, frozen=frozen, tower_trains=work.trained and not frozen.issuperset(tower)), {}
+    tower_trains = work.trained and work.lora is None and not frozen.issuperset(tower)  # adapters are on the language model alone
+    kept, found = replace(work, frozen=frozen, tower_trains=tower_trains), {}
     for stage in stages:
         count = None
         if settings.engine == "megatron":
@@ -337,7 +338,7 @@ def memory_of_stages(
         else:
             memory = role_memory(arch, layout, stage, work, count_own_parameters)
             # `sharded_memory` counts what is frozen by transformers' names.
-            memory = _sharded(config, role, arch, layout, device, memory, kept)
+            memory = _with_tower(_sharded(config, role, arch, layout, device, memory, kept), arch, layout, kept)
         found[stage] = _with_average(config, role, memory, count, layout, device)
     return found
 
@@ -434,6 +435,20 @@ def _sharded(
             rank=0 if work.lora is None else work.lora.rank,
         )
     return sharded_memory(whole, arch, layout, work, scores=(forward, training), **how)
+
+
+def _with_tower(memory: RoleMemory, arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> RoleMemory:
+    """Add the activations of a vision tower to the memory of a rank under engine fsdp2."""
+    if arch.vision is None or not any(work.patches):
+        return memory
+    kept, passing = tower_bytes(arch, layout, 0, work)
+    return replace(
+        memory,
+        forward=max(memory.forward, work.patches[1] * working_bytes(arch.vision, ITEMSIZE[work.dtype])),
+        activations=max(memory.activations + kept, passing),
+        patches=work.patches[not work.trained],
+        tower=max(kept, passing),
+    )
 
 
 def _with_average(
