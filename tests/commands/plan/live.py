@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,10 +21,8 @@ from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import RoleMemory, role_memory
 from megappo.config.loading import validated
 from megappo.config.role_sections import section_of
-from megappo.data.images import IMAGE_BASE
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from tests.models.vision_cases import KINDS, images_of, squares, vision_arch, write_vision_checkpoint
 
 REPEATS, SHORT_REPEATS = 3, 8  # at most, of passes with a backward, and of those without, which end before gloo's threads do
 
@@ -82,6 +76,8 @@ def least(measure: Callable[[], int], repeats: int) -> int:
     """The least of at most `repeats` measurements: on a busy machine gloo's threads let go of what they have sent late, which only
     adds. The world stops once every rank has found its least twice: chance does not add the same bytes two times. Collective.
     """
+    import torch.distributed as dist
+
     found: list[int] = []
     for _ in range(repeats):
         found.append(measure())
@@ -118,10 +114,10 @@ def role_of(
     device: str = "cpu",
     implementation: Any = "local",
     lora: Any = None,
-    images: Any = None,
-    frozen_tower: bool = False,
 ) -> tuple[Any, list[Any]]:
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
+    import torch.distributed as dist
+
     from megappo.config.role_sections import OptimizerConfig
     from megappo.config.schema import AlgorithmConfig
     from megappo.engine.megatron import MegatronEngine
@@ -139,10 +135,6 @@ def role_of(
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.normal_(0, 0.02)
-    for chunk in chunks:
-        chunk.images = images
-        if frozen_tower and chunk.pre_process:
-            chunk.visual.requires_grad_(False)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=True)
     engine = MegatronEngine(
         "role",
@@ -155,16 +147,13 @@ def role_of(
     return Critic(engine) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
 
 
-def batch_of(lengths: Sequence[int], vocab_size: int, shows: Any = None) -> Any:
-    """shows: images of which sequence i shows the i-th at its beginning, or None."""
+def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:
     from megappo.data.packing import PackedBatch, cu_seqlens_of
 
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(1)
     fields = {name: 0.01 * torch.randn(tokens, generator=generator) for name in ("logprob", "advantage", "value", "returns")}
     ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
-    for number, sequence in enumerate(ids.split(list(lengths)) if shows is not None else ()):
-        sequence[: shows.num_tokens(number)] = IMAGE_BASE + number
     return PackedBatch(ids, cu_seqlens_of(lengths)).with_fields({**fields, "weight": torch.ones(tokens)})
 
 
@@ -183,12 +172,11 @@ def peaks(
     critic: bool,
     lengths: list[int],
     budget: int,
-    **how: Any,
+    lora: Any = None,
 ) -> tuple:
-    """Bytes of (a pass without gradients, forward and backward passes) on this rank, beyond weights, gradients and optimizer. how:
-    as in `role_of`."""
-    role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget, **how)
-    engine, batch = role.engine, share_of(role.engine, batch_of(lengths, arch.vocab_size, how.get("images")))
+    """Bytes of (a pass without gradients, forward and backward passes) on this rank, beyond weights, gradients and optimizer."""
+    role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget, lora=lora)
+    engine, batch = role.engine, share_of(role.engine, batch_of(lengths, arch.vocab_size))
     # gloo sums the gradients through copies of the whole buffer, NCCL in place.
     wrapped[0].module.config.finalize_model_grads_func = lambda *args, **kwargs: None
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -199,33 +187,6 @@ def peaks(
         engine.optimizer_zero_grad()
         trained = peak_of(lambda: engine.forward_backward(batch, role._loss_of, reads=batch.token_fields, denominator=1.0), known)
     return forward, trained
-
-
-TOWER = dict(depth=6, hidden_size=128, intermediate_size=384, num_heads=4, fullatt_block_indexes=[2, 5])
-SHOWING, SHOWING_BUDGET = [64] * 8, 128
-"""Tokens of sequences, of which each shows an image of its own, and of a micro-batch."""
-
-
-def write_pictures(folder: Path) -> None:
-    """Write a picture for each sequence of SHOWING, which name them, and the models that see them."""
-    lines = []
-    for number in range(len(SHOWING)):
-        squares({"red": 2}, (192, 192), seed=number).save(folder / f"{number}.png")
-        lines.append(json.dumps({"prompt": "<image>", "images": [f"{number}.png"]}) + "\n")
-    (folder / "questions.jsonl").write_text("".join(lines))
-    for kind in KINDS:
-        write_vision_checkpoint(folder / kind, kind)
-
-
-def peaks_with_images(
-    folder: str, kind: str, axes: dict, dtype: torch.dtype, recompute: str, critic: bool, frozen_tower: bool
-) -> tuple[int, int, int]:
-    """`peaks` of a vision-language model, and the patches of an image."""
-    place = Path(folder)
-    store = images_of(place / kind, place / "questions.jsonl", place / f"cache-{dist.get_rank()}").store
-    how: dict[str, Any] = {"images": store, "frozen_tower": frozen_tower}
-    found = peaks(vision_arch(kind, **TOWER), axes, dtype, recompute, critic, SHOWING, SHOWING_BUDGET, **how)
-    return (*found, prod(store.grid(0)))
 
 
 def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict[str, tuple[int, int, int]]:
@@ -319,6 +280,8 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     """Bytes of (a pass without gradients, forward and backward passes) of a role under engine fsdp2 on this rank, beyond weights,
     gradients and optimizer; and the plan's. section: its keys beside the model; of 16 sequences of 64 tokens in all.
     """
+    import torch.distributed as dist
+
     from benchmarks.harness.alive import alive_peak
     from megappo.commands.plan.estimate import memory_of_stages
     from megappo.config.schema import TrainConfig

@@ -1,0 +1,69 @@
+"""Memory of vision towers: bytes for each patch against those alive in real towers, and how a stage adds them up."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.commands.plan.activations import RoleWork
+from megappo.commands.plan.memory import role_memory
+from megappo.commands.plan.tower import kept_bytes, working_bytes
+from megappo.models.vision import features_of, tower_of
+from megappo.parallel.layout import ParallelLayout
+from tests.commands.plan.live import Live
+from tests.models.vision_cases import KINDS, images_of, vision_arch, write_questions, write_vision_checkpoint
+
+TOWER = dict(depth=6, hidden_size=256, intermediate_size=512, num_heads=4, fullatt_block_indexes=[2, 5])
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("towers")
+    write_questions(folder)
+    for kind in KINDS:
+        write_vision_checkpoint(folder / kind, kind)
+    return {kind: images_of(folder / kind, folder / "questions.jsonl", folder / "cache").store for kind in KINDS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_holds_what_is_planned_within_a_tenth(stores, kind: str, dtype: torch.dtype) -> None:
+    vision, store = vision_arch(kind, **TOWER).vision, stores[kind]
+    assert vision is not None
+    tower, images = tower_of(vision, dtype), [0, 1, 2, 3] * 2
+    patches = sum(rows * cols for rows, cols in map(store.grid, images))
+
+    def peak(trains: bool) -> int:
+        tower.requires_grad_(trains)
+        gc.collect()
+        with (live := Live([*tower.parameters(), *tower.buffers()])):
+            features = features_of(tower, store, images, dtype)
+        assert features[0].requires_grad == trains
+        return live.peak
+
+    planned = {True: kept_bytes(vision, dtype.itemsize), False: working_bytes(vision, dtype.itemsize)}
+    for trains, of_patch in planned.items():
+        assert of_patch * patches == pytest.approx(peak(trains), rel=0.1), trains
+    assert planned[True] > 2 * planned[False], "negative control: one is not taken for the other"
+
+
+def test_a_first_stage_keeps_the_towers_of_all_micro_batches_in_flight() -> None:
+    arch, layout, patches = vision_arch("qwen3_vl", **TOWER), ParallelLayout(2, pp=2), 100
+    assert arch.vision is not None
+
+    def activations(stage: int, **changes: Any) -> tuple[int, int]:
+        sizes: dict[str, Any] = dict(dtype="bf16", trained=True, micro_batch_tokens=128, num_micro_batches=8, **changes)
+        memory = role_memory(arch, layout, stage, RoleWork(**sizes))
+        return memory.activations, memory.forward
+
+    seeing: dict[str, Any] = {"patches": (patches, patches)}
+    late = arch.vision.deepstack * 128 * arch.hidden_size * 2  # features of later layers, in bf16
+    plain = activations(0)
+    trained, frozen = activations(0, tower_trains=True, **seeing), activations(0, **seeing)
+    assert trained[0] - plain[0] == 2 * (patches * kept_bytes(arch.vision, 2) + late)  # two micro-batches are in flight
+    assert plain[0] < frozen[0] < trained[0] and frozen[1] == trained[1] == patches * working_bytes(arch.vision, 2)
+    assert activations(1, tower_trains=True, **seeing) == activations(1), "the stage behind it has no tower"
