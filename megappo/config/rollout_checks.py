@@ -254,8 +254,6 @@ def replay_problem(config: TrainConfig) -> str | None:
         "Megatron's own generation records none"
         if rollout.engine == "megatron"
         else "the turns of an environment do not carry them"
-        if rollout.environment is not None
-        else "responses that are drawn beside training (rollout.max_staleness) do not carry them"
     )
     return problem("rollout.replay_experts", rollout.replay_experts, f"{because}; use none, or leave it out")
 

@@ -92,7 +92,7 @@ class RolloutConfig(Section):
     """KV cache of responses that a push finds half drawn: computed again with the new weights, or kept as older ones left it."""
     replay_experts: Literal["auto", "none", "policy", "all"] = "auto"
     """Let the policy choose the experts that vLLM chose for a token, in log-probs and updates (R3, docs/agreement.md); all: the
-    reference too. auto: policy, for models with experts, where vLLM draws whole responses in turns with training."""
+    reference too. auto: policy, for models with experts, where vLLM draws and no environment answers."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer exceeds this; steps with responses of
     older weights are not judged."""
@@ -110,8 +110,7 @@ class RolloutConfig(Section):
     @property
     def replays_experts(self) -> bool:
         """True if the experts that vLLM chooses are recorded, for a model that has some."""
-        recorded = self.engine == "vllm" and self.environment is None and self.max_staleness is None
-        return self.replay_experts != "none" and recorded
+        return self.replay_experts != "none" and self.engine == "vllm" and self.environment is None
 
     @property
     def windows(self) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy
 
-from megappo.rollout.types import Context, Ids, KeptIds, Played, Response, Segment, joined
+from megappo.rollout.types import Context, Ids, KeptIds, Played, Response, Routes, Segment, joined
 from megappo.rollout.vllm_outputs import Drawn, Episode
 
-_COLUMNS = {"tokens": numpy.int32, "logprobs": numpy.float32, "counts": numpy.int32, "ids": numpy.int32}
+_COLUMNS = {"tokens": numpy.int32, "logprobs": numpy.float32, "counts": numpy.int32, "ids": numpy.int32, "routes": numpy.uint8}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,13 @@ class _Writer:
         contexts = [[self._ids(context.prompt), *self._segments(context.segments, context.kept)] for context in one.contexts]
         played = None if one.played is None else list(vars(one.played).values())
         last = [self._ids(one.prompt), *self._segments(one.segments, one.kept)]
-        return [one.number, one.finish, contexts, last, one.fault, played, one.verdicts]
+        return [one.number, one.finish, contexts, last, one.fault, played, one.verdicts, self._routes(one.routes)]
+
+    def _routes(self, routes: Routes | None) -> list[int] | None:
+        if routes is None:
+            return None
+        self.columns["routes"].append(numpy.ascontiguousarray(routes.experts).view(numpy.uint8).reshape(-1))
+        return [routes.first, *routes.experts.shape, routes.experts.itemsize]
 
     def _segments(self, segments: Sequence[Segment], kept: KeptIds | None) -> list:
         facts = [(self._ids(one.tokens), one.logprobs is not None, one.version) for one in segments]
@@ -114,7 +120,7 @@ class _Reader:
         return Drawn(of_turn, () if ids is None else (ids,), episode)
 
     def response(
-        self, number: int, finish: Any, contexts: Any, last: Any, fault: str | None, played: Any, verdicts: Any
+        self, number: int, finish: Any, contexts: Any, last: Any, fault: str | None, played: Any, verdicts: Any, routes: Any
     ) -> Response:
         earlier = tuple(Context(self._take("tokens", prompt), *self._segments(*of)) for prompt, *of in contexts)
         prompt = self._ids(last[0])
@@ -122,7 +128,14 @@ class _Reader:
         if played is not None:
             turns, seconds, *rest = played
             played = Played(turns, tuple(seconds), *rest)
-        return Response(number, segments, finish, kept, earlier, prompt, fault, played, verdicts=verdicts)
+        return Response(number, segments, finish, kept, earlier, prompt, fault, played, self._routes(routes), verdicts)
+
+    def _routes(self, facts: Any) -> Routes | None:
+        if facts is None:
+            return None
+        first, rows, width, size = facts
+        experts = self._take("routes", rows * width * size).view(numpy.uint8 if size == 1 else numpy.int16)
+        return Routes(first, experts.reshape(rows, width))
 
     def _segments(self, segments: Any, kept: Any) -> tuple[tuple[Segment, ...], KeptIds | None]:
         found = tuple(

@@ -159,10 +159,8 @@ class VllmEngine:
     def drop(self) -> None:
         """Forget all requests. Collective over the replica, as `poll` is."""
         self._settle()
-        self._llm.llm_engine.abort_request(list(self._asked))
-        self._asked.clear()
+        self._abort()
         self._aside.clear()
-        self._finish_steps()
         self.ended_in_push()
 
     def push_weights(
@@ -207,10 +205,17 @@ class VllmEngine:
         self._require_same_tokens()
         if keeps_cache:
             return []
+        return self._abort()
+
+    def _abort(self) -> list[Drawing]:
+        """Take all requests out of vLLM; return them."""
         running = list(self._asked.values())
         self._llm.llm_engine.abort_request(list(self._asked))
         self._asked.clear()
         self._finish_steps()
+        if self._tap is not None:
+            for one in running:
+                self._tap.forget(one.internal)
         return running
 
     def _settle(self) -> None:

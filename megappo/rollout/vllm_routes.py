@@ -72,6 +72,10 @@ class RouteTap:
             assert row == total, f"vLLM ran {total} tokens, of which {row} belong to its requests"
         return out
 
+    def forget(self, name: str) -> None:
+        """Forget a request that ended without a response. All its tokens run again, with the weights that go on with it."""
+        self._parts.pop(name, None)
+
     def take(self, name: str) -> Routes:
         """Return and forget what a finished request's tokens chose. A token that ran twice, after a preemption, has its last
         choice."""

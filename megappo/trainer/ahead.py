@@ -60,7 +60,8 @@ class Canary(Extra):
         if not requests:
             return
         step, sampler = record.step, record.rollout.sampler
-        drawn = collect(requests, self._half.take(f"{CANARY}{step}"), with_top_k_ids=self._sampling.top_k_width > 0)
+        recorded = {"with_top_k_ids": self._sampling.top_k_width > 0, "num_experts": self._sampling.record_experts}
+        drawn = collect(requests, self._half.take(f"{CANARY}{step}"), **recorded)
         require_version(drawn.table, step, 1, sampler)
         found = compare_with_sampler(add_model_outputs(drawn.to(self._device), self._roles).batch, self._sampling)
         require_agreement(found, self._limit, step, sampler, which=f" of the sequences drawn after push {step - 1}")

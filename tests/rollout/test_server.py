@@ -44,7 +44,7 @@ from megappo.rollout.snapshot import Snapshot
 from megappo.rollout.subworld import prepare_rollout_world
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Answer, Asked, TurnsRollout
-from megappo.rollout.types import BATCH, Context, KeptIds, Played, Replica, Request, Response, SamplingParams
+from megappo.rollout.types import BATCH, Context, KeptIds, Played, Replica, Request, Response, Routes, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_outputs import Drawn, Episode
 from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, note_joining
@@ -646,7 +646,8 @@ def test_a_log_on_a_full_disk_ends_no_run(caplog):
 
 def test_a_snapshot_is_a_file_without_pickles_and_comes_back_whole():
     drawn = Drawn((segment([5, 6], [-0.5, -1.5], 3), segment([7], [-0.25], 4)), (kept_of([[5, 9], [6]]), kept_of([[7, 8, 9]])))
-    done = Response(2 * BATCH + 1, drawn.segments[1:], "length", kept_of([[7, 8, 9]]))
+    routes = Routes(2, numpy.array([[1, 300], [2, 3]], numpy.int16))
+    done = Response(2 * BATCH + 1, drawn.segments[1:], "length", kept_of([[7, 8, 9]]), routes=routes)
     given = segment([8, 8], None, 3)
     before = replace(done, segments=(*drawn.segments, given), played=Played(1, (0.1,), False, False), fault="no tool")
     context = Context(numpy.array([4], numpy.int32), drawn.segments, kept_of([[5], [6], [7]]))
@@ -659,6 +660,8 @@ def test_a_snapshot_is_a_file_without_pickles_and_comes_back_whole():
     found = Snapshot.decoded(data)
     assert (found.replica, found.num_evaluations, found.engine_step, found.num_events) == (1, 2, 300, 40)
     assert list(found.running) == list(running) and found.running[3 * BATCH + 1] == Drawn()
+    again: Any = found.finished[0].routes
+    assert (again.first, again.experts.dtype, again.experts.tolist()) == (2, numpy.int16, [[1, 300], [2, 3]])
     parts: Any = found.running[3 * BATCH + 2]
     segments, kept, of_episode = parts
     assert of_episode is not None and of_episode.turn is not None and of_episode.observation.tolist() == [7]

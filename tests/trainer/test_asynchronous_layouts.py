@@ -1,5 +1,5 @@
 """Staleness 0 is the synchronous run bit for bit in other layouts of both halves: engines that span ranks, two replicas, LoRA,
-FSDP2, freed gradients, a teacher. Two of four ranks train; the synchronous run is on those two."""
+FSDP2, freed gradients, a teacher, experts. Two of four ranks train; the synchronous run is on those two."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.reliability.compare import compare
-from tests.trainer.asynchronous_runs import config_of, pauses, run, run_synchronous
-from tests.trainer.small_run import taught, write_small_task, write_teacher
-from tests.trainer.test_asynchronous import OWN, samples_of
+from tests.trainer.asynchronous_runs import config_of, only_when_waited_for, pauses, run, run_synchronous
+from tests.trainer.small_run import set_keys, taught, write_small_task, write_teacher
+from tests.trainer.test_asynchronous import NOISE, OWN, lines_of, samples_of
+from tests.trainer.test_moe_run import write_experts
 from tests.worlds import spawn_world
 
 STEPS = 2
@@ -27,12 +28,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "trainer.evaluate_with": "ema",
     },
     "fsdp2, lora merged": {**FSDP2, "policy.parallel": {}, "critic.parallel": {"cp": 2}, "rollout.tp": 2, "policy.lora": LORA},
+    "experts": {"policy.parallel": {"ep": 2}, "critic.parallel": {"tp": 2, "sequence_parallel": True, "ep": 2}},
     "lora apart": {"policy.lora": LORA, "rollout.adapter": "separate", "rollout.tp": 2},
 }
 
 
 def name_of(layout: str, staleness: int | None) -> str:
-    return layout.replace(",", "").replace(" ", "-") + ("" if staleness is None else ".halves")
+    return layout.replace(",", "").replace(" ", "-") + ("" if staleness is None else f".halves-{staleness}")
 
 
 def layout_of(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
@@ -40,6 +42,8 @@ def layout_of(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
     changes = {"trainer.steps": STEPS, **LAYOUTS[name], **here}
     if name == "two replicas":
         changes |= taught(folder, coef=0.5) | ({} if staleness is None else {"teacher.ranks": "0-1"})
+    if name == "experts":
+        changes["policy.model"] = str(folder / "moe")
     config = config_of(folder, name_of(name, staleness), staleness, **changes)
     if "lora" in config["policy"]:
         del config["reference"]  # the policy without its adapters
@@ -51,6 +55,8 @@ def run_all(rank: int, folder: Path) -> None:
         run_synchronous(rank, layout_of(folder, name, None))
         with pauses(rank, seed, 0.01, 0.1):
             run(rank, layout_of(folder, name, 0))
+    with only_when_waited_for():  # with a few places, so that responses of a step begin one after the other
+        run(rank, set_keys(layout_of(folder, "experts", 1), {"rollout.max_num_seqs": 10}))
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     write_small_task(folder)
     write_teacher(folder)
+    write_experts(folder)
     spawn_world(run_all, 4, folder)
     return folder / "runs"
 
@@ -70,3 +77,10 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(runs: Path, nam
     assert [one for one in found.differing if not one.startswith((*OWN, "state.json"))] == []
     samples = samples_of(colocated)
     assert len(samples) == STEPS * 16 and samples == samples_of(apart)
+
+
+def test_experts_of_responses_that_a_push_cut_are_replayed(runs: Path) -> None:
+    _, second = rows = lines_of(runs / name_of("experts", 1) / "metrics.jsonl")
+    assert second["rollout/requests_cut"] > 0 and second["rollout/token_age_max"] == 1
+    assert all(0 < row["policy/rerouted"] < 0.5 for row in rows), "some would go elsewhere"
+    assert second["rollout/canary_prob_diff_max"] < NOISE

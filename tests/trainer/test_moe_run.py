@@ -43,12 +43,18 @@ WINDOW = 4
 TP_SP_EP = {"tp": 2, "sequence_parallel": True, "ep": 2}
 
 
+def write_experts(folder: Path) -> None:
+    """moe/ below `folder`, which has the small task."""
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_CONFIG, **EXPERTS)).save_pretrained(folder / "moe")
+    shutil.copy(folder / "model" / "tokenizer.model", folder / "moe")
+
+
 def write_models(folder: Path) -> None:
     """Folders of the models below `folder`, each with the small task's tokenizer beside it."""
     write_small_task(folder)
-    torch.manual_seed(0)
+    write_experts(folder)
     models = {
-        "moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_CONFIG, **EXPERTS)),
         "window": transformers.MistralForCausalLM(transformers.MistralConfig(**_CONFIG, sliding_window=WINDOW)),
         "oss": transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**_CONFIG, **OSS})),
         "gemma": transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_CONFIG, sliding_window=WINDOW)),

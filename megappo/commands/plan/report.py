@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.commands.plan.estimate import Plan, ids_of_token, samples_of_pass, sequences_at_once, work_out
+from megappo.commands.plan.estimate import Plan, ids_of_token, route_bytes, samples_of_pass, sequences_at_once, work_out
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.commands.plan.tower import shown_by_keys
@@ -207,8 +207,9 @@ def in_flight_bytes(plan: Plan) -> int:
     ahead = config.max_staleness or 0
     kept = ids_of_token(plan.config)
     of_token = 8 + (4 + 4 * kept if kept else 0)  # id, log-prob, and ids that it was drawn from, with their number
-    named = 72 + 18 * (ahead + 1)  # in JSON, with a segment of each version
-    return ahead * plan.step.samples * (config.max_response_tokens * of_token + named)
+    named = 96 + 18 * (ahead + 1)  # in JSON, with a segment of each version
+    routes = plan.step.max_sequence_tokens * route_bytes(plan.config, plan.archs.get("policy"))
+    return ahead * plan.step.samples * (config.max_response_tokens * of_token + named + routes)
 
 
 def _memory_lines(plan: Plan) -> list[str]:
