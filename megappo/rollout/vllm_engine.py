@@ -21,13 +21,14 @@ from megappo.bridge.sync import Route, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
+from megappo.models.families.registry import FAMILIES
 from megappo.models.lora import shapes_beside_base
 from megappo.parallel.device import ranks_of_run
 from megappo.parallel.groups import meet
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, Routes, SamplingParams
 from megappo.rollout.vllm_adapter import VllmAdapter
-from megappo.rollout.vllm_images import inputs_with_images, register_vision, restore_normalisation
+from megappo.rollout.vllm_images import inputs_with_images, register_text, register_vision, restore_normalisation
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import VllmModel, vllm_environment, vllm_options
@@ -103,6 +104,8 @@ class VllmEngine:
             require_sleep(LLM, config.sleep)
             if model.arch.vision is not None:
                 register_vision(model.arch.architecture, model.images)
+            elif model.arch.delta is not None:
+                register_text(FAMILIES[model.arch.family].architecture())
             self._llm: Any = LLM(
                 **vllm_options(
                     config,

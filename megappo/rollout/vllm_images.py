@@ -36,14 +36,27 @@ def image_options(path: str) -> dict[str, Any]:
     }
 
 
+def register_text(architecture: str) -> None:
+    """Give vLLM the class of a language model whose module imports the processors of a vision-language model too (Qwen3.5)."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(architecture, _served(architecture))
+
+
+def _served(architecture: str) -> Any:
+    from vllm import ModelRegistry
+
+    known: Any = ModelRegistry.models[architecture]
+    with _torchvision_named():
+        return known.load_model_cls()
+
+
 def register_vision(architecture: str, images: ImageStore | None) -> None:
     """Give vLLM the class of a model, which it would otherwise import in a process of its own to look at, with the sizes of a run's
     images in place of those of the processor, which it would build only to ask for them."""
     from vllm import ModelRegistry
 
-    known: Any = ModelRegistry.models[architecture]
-    with _torchvision_named():
-        served = known.load_model_cls()
+    served = _served(architecture)
     most = 1 if images is None else max(map(images.num_tokens, range(len(images))))
 
     class Info(served._processor_factory.info):

@@ -16,8 +16,8 @@ from tests.engine.whole import on_whole_batches
 from tests.rollout.responses import sequence
 
 
-def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
-    """A policy at temperature 1 in a layout of the world, on whole batches; one step moves its weights by about 1e-2."""
+def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu"), lora: Any = None) -> Any:
+    """A policy at temperature 1 in a layout of the world, on whole batches; one step moves what trains by about 1e-2."""
     from megappo.config.role_sections import OptimizerConfig, PolicyConfig
     from megappo.config.schema import AlgorithmConfig
     from megappo.engine.build import build_megatron
@@ -25,7 +25,8 @@ def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.
     from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Policy
 
-    config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-5)
+    config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=optimizer, lora=lora)
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
     engine = build_megatron(spec, build_groups(layout), device=device)
     return on_whole_batches(Policy(engine, 1.0, AlgorithmConfig()))

@@ -62,10 +62,11 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(ep=2)
 }  # a family, whose ranks on Megatron have a parameter for each expert
 
-ADAPTED = ("gemma3_text", "mixtral")  # all experts too
+ADAPTED = ("gemma3_text", "mixtral", "gpt_oss")  # all experts too
+_DELTA = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
 DELTA_NETS: dict[str, dict[str, Any]] = {  # which fsdp2 does not run, and vLLM on a CPU in bf16
-    "qwen3_next": dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4)
-    | dict(linear_key_head_dim=128, linear_value_head_dim=128, moe_intermediate_size=64),
+    "qwen3_next": dict(**_DELTA, moe_intermediate_size=64),
+    "qwen3_5": _DELTA,  # of whose projections vLLM fuses other ones
 }
 DELTA_LAYOUT: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 
@@ -98,7 +99,8 @@ def run_case(path: str) -> dict[str, Any]:
                 train_once(policy)
                 found["megatron"].append((far, verified, distance(policy, requests(), responses)))
         if Path(path).name in ADAPTED:
-            adapted = sharded_policy(path, LoraConfig(rank=4, alpha=32.0))
+            lora, where = LoraConfig(rank=4, alpha=32.0), ON_MEGATRON.get(Path(path).name)
+            adapted = make_policy(path, ParallelLayout(RANKS, **where), lora=lora) if where else sharded_policy(path, lora)
             train_once(adapted)
             engine.connect(adapted.engine)
             metrics = engine.push_weights(3)
