@@ -3,6 +3,7 @@ each batch by a model beside the policy."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.preferences import sequence_logprobs
-from megappo.data.cache import Cache, content_of
+from megappo.data.cache import Cache, content_of, signature
 from megappo.data.packing import PackedBatch
 from megappo.data.preferences import Labelled, PreferenceSet
 from megappo.parallel.consensus import on_rank_zero
@@ -89,7 +90,23 @@ class KeptReference:
         return self.tables[drawn.examples.fingerprint][torch.tensor(list(drawn.numbers), dtype=torch.long)]
 
 
+SETTLED_S = 10.0  # a write within one tick of the file system's clock leaves the times of the write before
+
+
 def weights_of(model: str) -> str:
-    """Return the hash of a checkpoint's weights and configuration."""
-    files = sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin"))
-    return content_of([*files, Path(model, "config.json")])
+    """Return the hash of a checkpoint's weights and configuration. It is remembered with the prepared data by path, size, times and
+    inode of every file, once none has changed for SETTLED_S, so that the next start reads no weights. ValueError, one line, if a
+    file changes meanwhile."""
+    weights = sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin"))
+    files = [*weights, Path(model, "config.json")]
+    before = signature(files)
+
+    def read() -> str:
+        found = content_of(files)
+        if signature(files) != before:
+            raise ValueError(f"{model} was changed while it was read; start again when nobody writes to it")
+        return found
+
+    if time.time() - max(ctime for _, _, ctime, _ in before) / 1e9 < SETTLED_S:
+        return read()
+    return Cache().value({"weights": [str(file.resolve()) for file in files], "state": before}, read)
