@@ -578,6 +578,8 @@ def sft_run(folder, **data):
     model = write_checkpoint(folder / "model")
     (folder / "train.jsonl").write_text(GOOD * 80)
     keys = {"train": str(folder / "train.jsonl"), "chat_template": False, "max_tokens": 32} | data
+    if "eval" in keys:
+        keys["eval"] = str(folder / keys["eval"])
     path = folder / "sft.yaml"
     path.write_text(
         json.dumps(
@@ -592,6 +594,7 @@ def sft_run(folder, **data):
     return path
 
 
+ANSWERED = ["rollout.max_response_tokens=8", "reward.parts=[{name: exact_match}]"]
 BAD_SFT = {
     "data missing": ({"train": "absent.jsonl"}, [], ["absent.jsonl does not exist"]),
     "response key absent": ({"response_key": "gold"}, [], ["data.response_key=gold", "prompt, answer"]),
@@ -603,7 +606,41 @@ BAD_SFT = {
     ),
     "checkpoint missing": ({}, ["policy.model=absent"], ['policy.model = "absent"', "is not a directory"]),
     "kernels of a gpu": ({}, ["kernels=cuda"], ['kernels = "cuda"', "this run is on the CPU"]),
-    "key of ppo": ({}, ["rollout.tp=2"], ["rollout.tp", "unknown key"]),
+    "key of ppo": ({}, ["critic.engine=fsdp2"], ["critic.engine", "unknown key"]),
+    "answers in turns": ({}, ["rollout.environment.path=e.py"], ["rollout.environment", "unknown key"]),
+    "answers without a reward": ({}, ["rollout.tp=1"], ["reward is missing", "add it, or remove rollout"]),
+    "a reward without answers": ({}, ["reward.parts=[{name: has_eos}]"], ["rollout is missing", "add it, or remove reward"]),
+    "answers to nothing": ({}, ANSWERED, ["data.eval is missing: rollout answers held-out prompts"]),
+    "answers to conversations": (
+        {},
+        [*ANSWERED, "data.messages_key=messages", "data.chat_template=true"],
+        ['data.messages_key = "messages": rollout answers prompts, which data.prompt_key names'],
+    ),
+    "answers without an end": (
+        {},
+        [*ANSWERED, "data.eval=train.jsonl", "rollout.max_response_tokens=32"],
+        ["rollout.max_response_tokens = 32: leaves no prompt of the data.max_tokens 32"],
+    ),
+    "answers that nothing compares": (
+        {"eval": "train.jsonl", "answer_key": "gold"},
+        [*ANSWERED, "rollout.engine=megatron"],
+        ["data.answer_key=gold"],
+    ),
+    "a score like a loss": (
+        {"eval": "train.jsonl"},
+        [*ANSWERED, "reward.parts=[{name: loss, path: mine.py, function: f}]"],
+        ['reward.parts = "loss": eval/loss is a figure of the held-out data'],
+    ),
+    "a score by a model": (
+        {"eval": "train.jsonl"},
+        [*ANSWERED, "reward.parts=[{model: reward_model}]"],
+        ["reward.parts.0.model", "only `megappo train` builds a reward model"],
+    ),
+    "a best score of no set": (
+        {"eval": "train.jsonl"},
+        [*ANSWERED, "trainer.keep_best=eval/hard/mean@1"],
+        ['trainer.keep_best = "eval/hard/mean@1": is no metric of an evaluation', "eval/score"],
+    ),
     "impossible layout": ({}, ["policy.parallel.tp=2"], ["policy.parallel: tp 2", "1 ranks"]),
     "chunks without stages": ({}, ["policy.parallel.vpp=2"], ["policy.parallel.vpp = 2", "needs pp > 1"]),
     "cp without the ranks": ({}, ["policy.parallel.cp=2"], ["tp 1 x cp 2 x pp 1 = 2 does not divide the 1 ranks", "use 2 ranks"]),

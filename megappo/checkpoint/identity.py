@@ -170,7 +170,7 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
     for rule, code in new["code"].items():
         if old["code"].get(rule, code) != code:
             lines.append(f"the code of the reward rule {rule} has changed since {name}: scores may not be comparable")
-    changed = [key for key, value in new.items() if key != "code" and old[key] != value]
+    changed = [key for key, value in new.items() if key != "code" and old.get(key, value) != value]
     if changed:
         lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
     return [*lines, *_changed_environment(saved, now, name)]

@@ -24,7 +24,7 @@ from megappo.config.algorithm_checks import (
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigErrors, problem, show
-from megappo.config.evaluations import evaluation_problem, held_out_problem
+from megappo.config.evaluations import evaluation_problem, generated_problem, held_out_problem
 from megappo.config.keys import value_at, value_keys
 from megappo.config.layout_checks import role_sections, world_problems
 from megappo.config.reward_checks import (
@@ -74,6 +74,7 @@ from megappo.config.run_checks import (
 )
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.config.vllm_args import vllm_args_problem, vllm_temperature_problem
 
 Device = Literal["cpu", "cuda"]
@@ -129,9 +130,19 @@ SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], str | None], ...] = (
     conversation_problem,
     tracker_names_problem,
     profile_problem,
+    generated_problem,
     held_out_problem,
     ties_problem,
     text_teacher_problem,
+)
+# Rules for the answers that a supervised run generates, of the PPO run that would sample them so (`step_like`).
+GENERATED_RULES: tuple[TrainRule, ...] = (
+    adapter_problem,
+    seed_problem,
+    stop_problem,
+    vllm_args_problem,
+    training_reward_problem,
+    length_penalty_problem,
 )
 # Rules about the number of steps.
 LENGTH_RULES: tuple[TrainRule, ...] = (
@@ -175,7 +186,9 @@ def live_key_problems(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:
-        found = (rule(config) for rule in SUPERVISED_RULES)
+        found = [rule(config) for rule in SUPERVISED_RULES]
+        if not any(found) and (sampled := sampling_config(config)) is not None:
+            found = (rule(sampled) for rule in GENERATED_RULES)
     yield from (message for message in found if message is not None)
 
 

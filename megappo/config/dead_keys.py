@@ -49,6 +49,43 @@ _OF_IMAGES = Dead(
     "data.image_key is not set, so prompts have no images; remove it, or name their field",
 )
 
+_OF_VLLM = Dead(
+    (
+        "rollout.tp",
+        "rollout.dtype",
+        "rollout.max_num_seqs",
+        "rollout.memory_share",
+        "rollout.kv_cache_gib",
+        "rollout.sleep",
+        "rollout.vllm_args",
+        "rollout.adapter",
+        "rollout.push_every",
+        "rollout.max_staleness",
+        "rollout.cache_after_push",
+    ),
+    lambda c: c.rollout is not None and c.rollout.engine == "megatron",
+    "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
+)
+
+_OF_SAMPLER = (
+    Dead(
+        ("rollout.adapter",),
+        lambda c: c.policy.lora is None,
+        "policy.lora is not set, so all weights are pushed; remove it, or set policy.lora",
+    ),
+    Dead(
+        ("rollout.memory_share",),
+        lambda c: c.rollout is not None and c.rollout.kv_cache_gib is not None,
+        "rollout.kv_cache_gib fixes the size of the KV cache; remove one of the two",
+    ),
+)
+
+_OF_ROUTE = Dead(
+    ("reward.parts",),
+    lambda c: c.reward is not None and c.reward.route is not None,
+    "reward.route chooses the parts of every response; keep one of the two",
+)
+
 _OF_EPOCHS = Dead(
     ("trainer.epochs",),
     lambda c: c.trainer.steps is not None,
@@ -140,23 +177,7 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: update_schedule(c, "policy").optimizer_steps(step_arithmetic(c).samples) <= 1,
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",
     ),
-    Dead(
-        (
-            "rollout.tp",
-            "rollout.dtype",
-            "rollout.max_num_seqs",
-            "rollout.memory_share",
-            "rollout.kv_cache_gib",
-            "rollout.sleep",
-            "rollout.vllm_args",
-            "rollout.adapter",
-            "rollout.push_every",
-            "rollout.max_staleness",
-            "rollout.cache_after_push",
-        ),
-        lambda c: c.rollout.engine == "megatron",
-        "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
-    ),
+    _OF_VLLM,
     Dead(
         ("rollout.cache_after_push",),
         lambda c: c.rollout.max_staleness is None,
@@ -167,16 +188,7 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.rollout.environment is not None and c.rollout.max_staleness is not None,
         "with rollout.max_staleness a turn goes on as soon as it is answered; remove it",
     ),
-    Dead(
-        ("rollout.adapter",),
-        lambda c: c.policy.lora is None,
-        "policy.lora is not set, so all weights are pushed; remove it, or set policy.lora",
-    ),
-    Dead(
-        ("rollout.memory_share",),
-        lambda c: c.rollout.kv_cache_gib is not None,
-        "rollout.kv_cache_gib fixes the size of the KV cache; remove one of the two",
-    ),
+    *_OF_SAMPLER,
     Dead(
         ("data.eval_prompts",),
         lambda c: c.data.eval is None,
@@ -207,11 +219,7 @@ TRAIN: tuple[Dead, ...] = (
     ),
     _OF_EPOCHS,
     _OF_TEMPLATE,
-    Dead(
-        ("reward.parts",),
-        lambda c: c.reward.route is not None,
-        "reward.route chooses the parts of every response; keep one of the two",
-    ),
+    _OF_ROUTE,
     _OF_SAVES,
     Dead(
         ("telemetry.trajectories_per_step",),
@@ -252,6 +260,15 @@ SUPERVISED: tuple[Dead, ...] = (
 
 OF_DEMONSTRATIONS: tuple[Dead, ...] = (
     _OF_IMAGES,
+    _OF_VLLM,
+    *_OF_SAMPLER,
+    _OF_ROUTE,
+    Dead(
+        ("data.answer_key",),
+        lambda c: c.rollout is None,
+        "there is no section rollout, so no answer is generated and scored; remove it, or add rollout and reward",
+    ),
+    Dead(("reward.above_max",), lambda c: True, "it is of PPO's steps, and an evaluation leaves out what has no score; remove it"),
     Dead(
         ("data.image_key",),
         lambda c: (c.data.messages_key or c.data.tokens_key) is not None,

@@ -14,7 +14,8 @@ from typing import Literal
 from megappo.config.errors import problem
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
-from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised import AnyConfig, SftConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 
 DEFAULT = ""  # name of the set that `data.eval` makes
 SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
@@ -61,10 +62,10 @@ def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
 
 
 def rewards_of(config: AnyConfig) -> list[RewardConfig]:
-    if isinstance(config, SupervisedConfig):
+    if (sampled := sampling_config(config)) is None:
         return []
     # The training's reward, and those of sets with their own.
-    return [config.reward, *(one.reward for one in config.evaluations.values() if one.reward is not None)]
+    return [sampled.reward, *(one.reward for one in sampled.evaluations.values() if one.reward is not None)]
 
 
 def longest_sequence_tokens(config: TrainConfig) -> int:
@@ -120,12 +121,9 @@ def best_metric(config: AnyConfig) -> str | None:
     if config.trainer.keep_best is None:
         return None
     wanted = config.trainer.keep_best.removeprefix(SMALLEST)
-    if isinstance(config, SupervisedConfig):
-        return wanted
-    sets = evaluation_sets(config)
-    name = wanted.removeprefix("eval/")
-    if name in config.evaluations and wanted != name:
-        return metric_name(name, mean_at(sets[name].n))
+    name, sampled = wanted.removeprefix("eval/"), sampling_config(config)
+    if sampled is not None and name in sampled.evaluations and wanted != name:
+        return metric_name(name, mean_at(sampled.evaluations[name].n))
     return wanted
 
 
@@ -188,19 +186,50 @@ def _verdict_problem(name: str, one: EvaluationConfig) -> str | None:
 
 def held_out_names(config: SupervisedConfig) -> list[str]:
     """Metrics that the evaluations of a supervised run log."""
-    return [metric_name(name, figure) for name in config.held_out for figure in config.figures]
+    losses = [metric_name(name, figure) for name in config.held_out for figure in config.figures]
+    return losses if (sampled := sampling_config(config)) is None else [*losses, *metric_names(sampled)]
 
 
 def held_out_problem(config: SupervisedConfig) -> str | None:
     """First problem of the names of held-out data and of `trainer.keep_best` in a supervised run; None without one."""
+    sampled = sampling_config(config)
     for name in config.evaluations:
         if not _NAME.fullmatch(name) or name in config.figures:
             fix = "is no name of its own for metrics; use letters, digits and . _ - (64 at most), such as hard"
             return problem("evaluations", name, fix)
+        if sampled is not None and (message := _name_problem(name, sampled)) is not None:
+            return message
     if config.trainer.keep_best is not None and config.held_out and config.trainer.eval_every == 0:
         fix = "trainer.eval_every is 0, so no step is evaluated; set it"
         return problem("trainer.keep_best", config.trainer.keep_best, fix)
     return _unknown_best(config, held_out_names(config))
+
+
+def generated_problem(config: SupervisedConfig) -> str | None:
+    """Refuse to generate held-out answers without a reward, prompts or room for them, and a reward without answers."""
+    if not isinstance(config, SftConfig) or (config.rollout is None and config.reward is None):
+        return None
+    data, rollout, reward = config.data, config.rollout, config.reward
+    if reward is None:
+        return "reward is missing: rollout generates answers for it to score; add it, or remove rollout"
+    if rollout is None:
+        return "rollout is missing: reward scores the answers that it generates; add it, or remove reward"
+    for key in ("messages_key", "tokens_key"):
+        if (value := getattr(data, key)) is not None:
+            fix = "rollout answers prompts, which data.prompt_key names; use that form, or remove rollout and reward"
+            return problem(f"data.{key}", value, fix)
+    if not config.held_out:
+        return "data.eval is missing: rollout answers held-out prompts; name some, or remove rollout and reward"
+    if rollout.max_response_tokens >= data.max_tokens:
+        fix = f"leaves no prompt of the data.max_tokens {data.max_tokens} of a sequence; use less, or raise that"
+        return problem("rollout.max_response_tokens", rollout.max_response_tokens, fix)
+    for key, part in reward.all_parts.values():
+        if part.model is not None:
+            fix = "only `megappo train` builds a reward model; use other parts, or `megappo eval` of the export with a file of that"
+            return problem(f"{key}.model", part.model, fix)
+    if (label := next((one for one in reward.all_parts if one in config.figures), None)) is not None:
+        return problem("reward.parts", label, f"eval/{label} is a figure of the held-out data; give the part another name")
+    return None
 
 
 def _best_problem(config: TrainConfig) -> str | None:

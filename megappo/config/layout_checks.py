@@ -25,7 +25,7 @@ from megappo.config.role_sections import (
     key_of_role,
     section_of,
 )
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import RolloutConfig, SamplerConfig, TrainConfig
 from megappo.config.supervised import AnyConfig, LearnedRewardConfig, SupervisedConfig
 
 
@@ -114,6 +114,13 @@ def require_whole_steps(config: TrainConfig, command: str) -> None:
         raise ConfigError(problem("critic.warmup.trajectories", config.critic.warmup_trajectories, fix))
 
 
+def sampler_of(config: AnyConfig) -> SamplerConfig | None:
+    """Section of what generates; None if nothing does."""
+    if isinstance(config, SupervisedConfig):
+        return config.sampler
+    return None if reads_trajectories(config) else config.rollout
+
+
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:
     """Initial weights of a value model's head; None for a language model."""
     if isinstance(section, RewardModelConfig):
@@ -138,8 +145,8 @@ def world_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     for role, parallel in roles_in_use(config).items():
         ranks = section_of(config, role).ranks
         yield from parallel_problems(f"{key_of_role(role)}.parallel", parallel, len(ranks_of(ranks, world_size)), ranks)
-    if isinstance(config, TrainConfig) and "rollout" in placements_in_use(config) and config.rollout.engine == "vllm":
-        yield from _replica_problems(config.rollout.tp, config.rollout.ranks, world_size)
+    if (sampler := sampler_of(config)) is not None and sampler.engine == "vllm":
+        yield from _replica_problems(sampler.tp, sampler.ranks, world_size)
 
 
 # -------------------------------------------------------------------------------------------------------------- placements
@@ -148,9 +155,8 @@ def world_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
 def placements_in_use(config: AnyConfig) -> dict[str, str]:
     """Map every role that is built, and `rollout`, to its `ranks`."""
     places = {role: section_of(config, role).ranks for role in roles_in_use(config)}
-    if not isinstance(config, TrainConfig) or reads_trajectories(config):
-        return places
-    return {**places, "rollout": config.rollout.ranks}
+    sampler = sampler_of(config)
+    return places if sampler is None else {**places, "rollout": sampler.ranks}
 
 
 def placement_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
@@ -171,21 +177,19 @@ def placement_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
             return
     hosted = {name: set(ranks_of(text, world_size)) for name, text in places.items()}
     yield from _idle_ranks(hosted, config, world_size)
-    if not isinstance(config, TrainConfig):
-        return
-    if "rollout" not in hosted:
-        return  # only critics run: no other model needs the freed memory or new weights
-    if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
-        fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {config.policy.ranks}"
-        yield problem("rollout.ranks", config.rollout.ranks, fix)
-    if config.rollout.max_staleness is not None and config.rollout.ranks != ALL:  # `staleness_problem` refuses all
-        yield from _mixed_halves(config, hosted, world_size)
-    yield from _lonely_offloads(config, hosted)
+    if (sampler := sampler_of(config)) is None:
+        return  # no other model needs the freed memory or new weights
+    if sampler.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
+        fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {places['policy']}"
+        yield problem("rollout.ranks", sampler.ranks, fix)
+    if isinstance(sampler, RolloutConfig) and sampler.max_staleness is not None and sampler.ranks != ALL:
+        yield from _mixed_halves(sampler, config, hosted, world_size)  # `staleness_problem` refuses all
+    yield from _lonely_offloads(sampler, config, hosted)
 
 
-def _mixed_halves(config: TrainConfig, hosted: Mapping[str, set[int]], world_size: int) -> Iterator[str]:
+def _mixed_halves(sampler: SamplerConfig, config: AnyConfig, hosted: Mapping[str, set[int]], world_size: int) -> Iterator[str]:
     """Refuse roles on ranks that generate beside training, and generation on other ranks than the last ones."""
-    first, written = min(hosted["rollout"]), config.rollout.ranks
+    first, written = min(hosted["rollout"]), sampler.ranks
     if first == 0 or hosted["rollout"] != set(range(first, world_size)):
         last = ranges_text(range(first or world_size - 1, world_size))
         yield problem("rollout.ranks", written, f"rollout.max_staleness generates on the last ranks, and not on all; use {last}")
@@ -209,7 +213,7 @@ def _idle_ranks(hosted: Mapping[str, set[int]], config: AnyConfig, world_size: i
         yield problem(f"{key}.ranks", getattr(config, key).ranks, fix)
 
 
-def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Iterator[str]:
+def _lonely_offloads(sampler: SamplerConfig, config: AnyConfig, hosted: Mapping[str, set[int]]) -> Iterator[str]:
     """Refuse to free memory for others on ranks that nobody shares."""
 
     def is_alone(name: str) -> bool:
@@ -222,9 +226,9 @@ def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Ite
             own = key_of_role(role)
             fix = f"makes room for others, and none shares {own}.ranks = {section.ranks}; leave it out, or share ranks"
             yield problem(f"{own}.offload", list(section.offload), fix)
-    if config.rollout.sleep != "none" and is_alone("rollout"):
-        fix = f"makes room for models, and none is on rollout.ranks = {config.rollout.ranks}; use none, or share ranks"
-        yield problem("rollout.sleep", config.rollout.sleep, fix)
+    if sampler.sleep != "none" and is_alone("rollout"):
+        fix = f"makes room for models, and none is on rollout.ranks = {sampler.ranks}; use none, or share ranks"
+        yield problem("rollout.sleep", sampler.sleep, fix)
 
 
 def _replica_problems(tp: int, ranks: str, world_size: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.errors import problem
-from megappo.config.layout_checks import only_pretrains, roles_in_use, trained_sections
+from megappo.config.layout_checks import only_pretrains, placements_in_use, trained_sections
 from megappo.config.role_sections import AnyCriticConfig, CategoricalLossConfig, OptimizerConfig, key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig, RewardTrainingConfig, SftDataConfig, SupervisedConfig
@@ -129,7 +129,7 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
 def lonely_offload_problem(config: SupervisedConfig) -> str | None:
     """Refuse to offload what a role that waits for no other needs at any time."""
     section, key = config.learner_section, f"{key_of_role(config.learner)}.offload"
-    if len(roles_in_use(config)) == 1 and not set(section.offload) <= {"optimizer"}:
+    if len(placements_in_use(config)) == 1 and not set(section.offload) <= {"optimizer"}:
         fix = "fine-tuning has one role, which never waits for another: only optimizer has an effect; use [optimizer], or remove it"
         return problem(key, list(section.offload), fix)
     return None

@@ -48,7 +48,9 @@ class SamplingConfig(Section):
         return self.top_p < 1.0 or self.top_k > 0
 
 
-class RolloutConfig(Section):
+class SamplerConfig(Section):
+    """The engine that generates, and what ends a response."""
+
     engine: Literal["vllm", "megatron"] = "vllm"
     """vllm, or megatron: the policy's own Megatron model generates, where there is no vLLM or as a cross-check."""
     tp: Positive = 1
@@ -57,17 +59,8 @@ class RolloutConfig(Section):
     """Ranks that generate, as of a role. Other ranks hold nothing of vLLM; ranks without a role only generate."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the vLLM weights; auto means `policy.dtype`."""
-    samples_per_prompt: Positive = 1
-    """Responses to every prompt of a training step."""
     max_response_tokens: Positive = 512
     """A longer response is cut, and has no end-of-sequence token."""
-    partial_rollout_tokens: Positive | None = None
-    """Most tokens of a response that one step draws; a longer one goes on in the next steps and is scored once it has ended
-    (T-PPO, docs/algorithms.md)."""
-    environment: EnvironmentConfig | None = None
-    """Environment that answers the policy's turns (docs/environments.md)."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling of training responses."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token."""
     max_num_seqs: Positive = 256
@@ -82,6 +75,18 @@ class RolloutConfig(Section):
     """Further arguments of `vllm.EngineArgs` by their names there: `{enforce_eager: true, async_scheduling: false}`."""
     adapter: Literal["merged", "separate"] = "merged"
     """How `policy.lora` reaches vLLM: merged into the weights at every push, or alone, for vLLM's LoRA layers."""
+
+
+class RolloutConfig(SamplerConfig):
+    samples_per_prompt: Positive = 1
+    """Responses to every prompt of a training step."""
+    partial_rollout_tokens: Positive | None = None
+    """Most tokens of a response that one step draws; a longer one goes on in the next steps and is scored once it has ended
+    (T-PPO, docs/algorithms.md)."""
+    environment: EnvironmentConfig | None = None
+    """Environment that answers the policy's turns (docs/environments.md)."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training responses."""
     push_every: Positive = 1
     """Steps between pushes of weights into the sampler; responses are up to `push_every` - 1 steps old (docs/algorithms.md).
     The last step pushes too."""

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megappo.config.paths import DataPaths, FilePath, ModelPath
+from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import FrozenConfig, ModelConfig, PolicyConfig, TeacherConfig, TrainableConfig, section_of
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import SamplerConfig, TrainConfig
 from megappo.config.section import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -27,8 +28,8 @@ class SupervisedTrainerConfig(Section):
     eval_before: bool = True
     """Evaluate before the first step."""
     keep_best: str | None = None
-    """Metric of an evaluation (`eval/loss`, `eval/NAME/loss`) whose best checkpoint is kept beside `checkpoint.keep_last`: the
-    largest, or the smallest with `min eval/loss`; the earlier of equal ones."""
+    """Metric of an evaluation (`eval/loss`, `eval/NAME/loss`, `eval/score`) whose best checkpoint is kept beside
+    `checkpoint.keep_last`: the largest, or the smallest with `min eval/loss`; the earlier of equal ones."""
 
 
 class SupervisedDataConfig(Section):
@@ -105,6 +106,11 @@ class SupervisedConfig(Section):
         return False
 
     @property
+    def sampler(self) -> SamplerConfig | None:
+        """Section of what generates answers to held-out prompts; None if nothing does."""
+        return None
+
+    @property
     def held_out(self) -> dict[str, str | tuple[str, ...]]:
         """Name -> held-out data, `data.eval` first, under the empty name."""
         return {**({} if self.data.eval is None else {"": self.data.eval}), **self.evaluations}
@@ -118,6 +124,8 @@ class SftDataConfig(SupervisedDataConfig):
     """Field with the question (a string, or a list of chat messages)."""
     response_key: str = "answer"
     """Field with the response to learn; the loss covers its tokens and the end-of-sequence token."""
+    answer_key: str | None = None
+    """Field with the reference answer for the `reward` of generated answers; null means `response_key`."""
     prompt_suffix: str = ""
     """Text appended to every question."""
     messages_key: str | None = None
@@ -168,10 +176,19 @@ class SftConfig(SupervisedConfig):
     """Demonstrations and their format."""
     distillation: TextDistillationConfig | None = None
     """Learn from a `teacher` on the demonstrations, which any model or hand may have written."""
+    rollout: SamplerConfig | None = None
+    """Generate a greedy answer to every held-out prompt when the held-out loss is due, for the `reward` to score
+    (docs/before_ppo.md). Of PPO's keys those about the engine, `max_response_tokens` and `stop`."""
+    reward: RewardConfig | None = None
+    """Score of a generated answer: `eval/score`, or `eval/NAME/mean@1` of a set of `evaluations`."""
 
     @property
     def has_teacher(self) -> bool:
         return self.distillation is not None
+
+    @property
+    def sampler(self) -> SamplerConfig | None:
+        return self.rollout
 
 
 # ------------------------------------------------------------------------------------------------------------ reward models

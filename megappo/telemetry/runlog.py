@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -75,7 +75,8 @@ def columns_of(names: Sequence[str]) -> Sequence[Column]:
     for name, tail in zip(names, tails):
         title = tail if tails.count(tail) == 1 else name
         columns.append(usual.get(name) or Column(title, name, ".4g", max(9, len(title))))  # 9: -1.234e-05 less its sign
-    return columns
+    titles = [column.title for column in columns]
+    return [one if titles.count(one.title) == 1 else replace(one, title=one.metric, width=len(one.metric)) for one in columns]
 
 
 class Progress:

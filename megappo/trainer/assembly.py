@@ -20,6 +20,7 @@ from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.role_sections import AVERAGE
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised_step import step_like
 from megappo.data.ahead import AheadLoader
 from megappo.data.images import ImageStore
 from megappo.engine.factory import EngineFactory
@@ -33,7 +34,7 @@ from megappo.trainer.ahead import Accounts, AheadSource, Canary
 from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
-from megappo.trainer.evaluation import Evaluations, average_in_sampler
+from megappo.trainer.evaluation import Evaluations, average_in_sampler, policy_in_sampler
 from megappo.trainer.extras import (
     AverageOfPolicy,
     EntropyTarget,
@@ -230,6 +231,17 @@ def build_pretraining(config: TrainConfig, data: RecordedData, models: Models, r
     return RecordedPretraining(config, run, models.roles, models.device, data.samples, data.loader, replicas)
 
 
-def build_supervised(config: SupervisedConfig, data: SupervisedData, models: Models, run: Run) -> Supervised:
+def build_supervised(
+    config: SupervisedConfig, data: SupervisedData, models: Models, rollout: RolloutEngine | None, run: Run
+) -> Supervised:
+    """Build the supervised loop. rollout: None if nothing is generated."""
     replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
-    return Supervised(config, run, models.roles, data, replicas)
+    if rollout is None:
+        return Supervised(config, run, models.roles, data, replicas)
+    sampled, log = step_like(config), run.log
+    sampling = sampling_params(sampled.rollout, data.tokenizer)
+    scorer = scorer_of(sampled.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections))
+    evaluators = evaluators_of_run(sampled, data.evaluations, sampling, scorer, None)
+    pushed = partial(policy_in_sampler, rollout, models.roles.engines.get(config.learner))
+    answers = Evaluations(evaluators, rollout, data.tokenizer, log, data.total_steps, pushed)
+    return Supervised(config, run, models.roles, data, replicas, [answers])

@@ -16,6 +16,7 @@ from megappo.config import evaluations as names
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
+from megappo.engine.base import Engine
 from megappo.parallel.consensus import on_every_rank
 from megappo.parallel.totals import place_in_world, totals
 from megappo.rewards.compose import Scored
@@ -242,6 +243,22 @@ def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[in
         push_weights(average_version(step))
         yield
     push_weights(step)
+
+
+def push_policy(rollout: RolloutEngine, policy: Engine | None, version: int) -> dict[str, float]:
+    """Push the policy's current weights, which must be resident, into the sampler; return figures of the push. Collective over the
+    world. policy: None on ranks without it."""
+    with nullcontext() if policy is None else policy.eval_mode():
+        return rollout.push_weights(version)
+
+
+@contextmanager
+def policy_in_sampler(rollout: RolloutEngine, policy: Engine | None, step: int) -> Iterator[None]:
+    """Hold the policy's weights after `step` in the sampler, which then sleeps again. Collective over the world. policy: as of
+    `push_policy`."""
+    push_policy(rollout, policy, step)
+    yield
+    rollout.sleep()
 
 
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:

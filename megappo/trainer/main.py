@@ -18,12 +18,13 @@ from megappo.checkpoint.manifest import Manifest, models_of
 from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.dump import dump_yaml
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import roles_in_use, sampler_of
 from megappo.config.redaction import redacted_values
 from megappo.config.role_sections import AVERAGE, section_of
 from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.data.ahead import AheadLoader
 from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
@@ -108,12 +109,14 @@ def train(
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             claimed = Claimed(run_dir, store, facts, watchdog, stop or StopRequest())
             run = partial(_train, config, engines=engines, device=device, resume=resume)
-            if not isinstance(config, TrainConfig) or not isinstance(data, RunData):
-                finished = run(data, claimed, _no_rollout)
-            elif config.rollout.max_staleness is None:
-                finished = run(data, claimed, lambda policy: wrap_rollout(rollout_of(config, data, policy, device)))
-            else:
+            if isinstance(config, TrainConfig) and isinstance(data, RunData) and config.rollout.max_staleness is not None:
                 finished = run_halves(config, data, claimed, device, replay, run)
+            elif sampler_of(config) is None:
+                finished = run(data, claimed, _no_rollout)
+            else:
+                sampled = sampling_config(config)
+                assert sampled is not None, "what generates has one"
+                finished = run(data, claimed, lambda policy: wrap_rollout(rollout_of(sampled, data, policy, device)))
     if owns_world:
         dist.destroy_process_group()
     return finished
@@ -171,7 +174,7 @@ def _train(
     _note_layers(config, factory, log, data)
     select_kernels(config.kernels, device, log)
     models = build_models(config, factory, data, device)
-    rollout = build_rollout(models.roles.engines.get("policy")) if isinstance(data, RunData) else None
+    rollout = None if sampler_of(config) is None else build_rollout(models.roles.engines.get("policy"))
     state, kl = TrainerState(), kl_controller(config.algorithm.kl) if isinstance(config, TrainConfig) else None
     checkpoints = checkpoints_of(config, data, models, state, kl, claimed, log)
     instruments = Instruments(config, models.roles, claimed.run_dir, device, claimed.watchdog.sections, store_of(data))
@@ -207,7 +210,7 @@ def _loop_of(
 ) -> Loop:
     if isinstance(config, SupervisedConfig):
         assert isinstance(data, SupervisedData), "`prepare.run.load_data`"
-        return build_supervised(config, data, models, run)
+        return build_supervised(config, data, models, rollout, run)
     if isinstance(data, RecordedData):
         return build_pretraining(config, data, models, run)
     assert isinstance(data, RunData) and rollout is not None and kl is not None, "PPO samples"
@@ -285,7 +288,8 @@ def _store_of(config: AnyConfig, run_dir: RunDir, lease: Lease) -> CheckpointSto
 
 def _note_layers(config: AnyConfig, factory: EngineFactory, log: RunLog, data: AnyData) -> None:
     layers = ", ".join(f"{role}: {factory.describe(section_of(config, role))}" for role in roles_in_use(config))
-    if isinstance(config, TrainConfig):
-        recorded = isinstance(data, RecordedData)
-        layers += f"; rollout: {'none, the trajectories are recorded' if recorded else config.rollout.engine}"
+    if (sampler := sampler_of(config)) is not None:
+        layers += f"; rollout: {sampler.engine}"
+    elif isinstance(data, RecordedData):
+        layers += "; rollout: none, the trajectories are recorded"
     log.note(f"layers: {layers}")

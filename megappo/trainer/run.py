@@ -88,4 +88,4 @@ class StepLoop:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Do nothing: unlike `ppo.PPO`, no workers are running."""
+        """Do nothing: no workers are running, as those of rewards in `ppo.PPO`."""

@@ -20,6 +20,7 @@ from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import KINDS, AnyConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.examples import Examples
 from megappo.data.prompts import PromptSet
@@ -72,13 +73,13 @@ def _ppo_facts(config: TrainConfig, data: AnyData, in_use: Mapping[str, str]) ->
         "further_value_heads": {role: one.head_facts for role, one in config.critics_in_use.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _recorded_facts(data) if isinstance(data, RecordedData) else _data_facts(config, data),
-        "reward": {
-            **config.reward.model_dump(mode="json"),
-            **_recipe_facts(config.reward),
-            "code": _code_facts(data),
-        },
+        "reward": _reward_facts(config.reward, data),
         "environment": _environment_facts(data),
     }
+
+
+def _reward_facts(reward: RewardConfig, data: AnyData) -> dict[str, Any]:
+    return {**reward.model_dump(mode="json"), **_recipe_facts(reward), "code": _code_facts(data)}
 
 
 def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]
     def source(spec: str | Sequence[str], examples: Examples) -> dict[str, str]:
         return {"path": joined_spec(spec), "sha256": examples.source_sha256}
 
-    settings = config.data.model_dump(mode="json", exclude=_NO_FORMAT)
+    settings, sampled = config.data.model_dump(mode="json", exclude=_NO_FORMAT), sampling_config(config)
     held_out = {name: source(config.held_out[name], examples) for name, examples in data.held_out.items()}
     return {
         "kind": config.name,
@@ -104,12 +105,12 @@ def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]
             **_image_facts(data),
             **data.train.identities(),
         },
-        "reward": {"code": {}},
+        "reward": {"code": {}} if sampled is None else _reward_facts(sampled.reward, data),
         "environment": None,
     }
 
 
-_NO_FORMAT = {"train", "eval", "tokenizer", "template_args", "max_tokens", "overlong", "shuffle"}
+_NO_FORMAT = {"train", "eval", "answer_key", "tokenizer", "template_args", "max_tokens", "overlong", "shuffle"}
 """Keys of `data` that do not change an example, or that other facts have."""
 
 
@@ -139,7 +140,7 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
     return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
 
 
-def _code_facts(data: RunData | RecordedData) -> dict[str, str | None]:
+def _code_facts(data: AnyData) -> dict[str, str | None]:
     return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 

@@ -3,7 +3,7 @@ A kind (`trainer/kinds/`) says what is learned; `prepare/supervised.py` reads th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from megappo.parallel.totals import place_in_world
 from megappo.telemetry.metrics import Metric, of_kind
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
+from megappo.trainer.evaluation import Evaluations, metrics_of
 from megappo.trainer.extras import Extra
 from megappo.trainer.kinds.kind import Drawn, Kind, Share
 from megappo.trainer.kinds.table import KINDS
@@ -58,16 +59,27 @@ class HeldOut:
 def columns_of_kind(config: SupervisedConfig) -> tuple[str, ...]:
     """Return the columns of the progress line, unless `telemetry.progress` names others."""
     evaluated = [metric_name(name, figure) for name in config.held_out if not name for figure in config.figures[:1]]
+    evaluated += [Metric.EVAL_SCORE.value] if config.sampler is not None and "" in config.held_out else []
     loss, *others = (f"{config.name}/{column}" for column in KINDS[config.name].columns)
     return (loss, *evaluated, *others, Metric.TOKENS_PER_S.value)
 
 
 class Supervised(StepLoop):
-    """The supervised loop, built by `assembly.py`. replicas: compares the copies of weights."""
+    """The supervised loop, built by `assembly.py`. replicas: compares the copies of weights. answers: evaluations of generated
+    answers, beside those of the loss; none without a section `rollout`."""
 
-    def __init__(self, config: SupervisedConfig, run: Run, roles: Roles, data: SupervisedData, replicas: Extra) -> None:
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        run: Run,
+        roles: Roles,
+        data: SupervisedData,
+        replicas: Extra,
+        answers: Sequence[Evaluations] = (),
+    ) -> None:
         super().__init__(run)
-        self.config, self.roles, self.data, self.loader, self.replicas = config, roles, data, data.loader, replicas
+        self.config, self.roles, self.data, self.loader = config, roles, data, data.loader
+        self.replicas, self.answers = replicas, answers
         self.kind: Kind[Any] = KINDS[config.name](config, roles)
         with self.instruments.timers().stage("logprobs"):
             self.kind.begin([data.train, *data.held_out.values()], self.log.note)
@@ -171,7 +183,8 @@ class Supervised(StepLoop):
                 result = HeldOut(name, len(examples), self.figures_of(examples))
                 self.log.evaluation(result, step)
                 found |= result.metrics()
-        return found
+        results = [one for sets in self.answers for one in sets.after(step, timers)]
+        return found | metrics_of([one for one in results if one.is_whole])  # by a few scores none is the best
 
     def figures_of(self, examples: Examples) -> dict[str, float]:
         """Return the figures of all these examples under the current weights. Collective over the world."""
@@ -191,6 +204,10 @@ class Supervised(StepLoop):
             return None
         with engine.eval_mode():
             return engine.forward_backward(batch, self._without_loss, forward_only=True, **self.how(share)).sums
+
+    def close(self) -> None:
+        for sets in self.answers:
+            sets.close()
 
     def _without_loss(self, output: Any, micro: PackedBatch) -> LossOutput:
         return replace(self.kind.loss(output, micro), loss_sum=None)

@@ -764,6 +764,15 @@ def test_sft_rules(tmp_path):
         sft_config(tmp_path, ["policy.offload=[optimizer,gradients]"])
     )
     assert first_problem(sft_config(tmp_path, ["policy.offload=[optimizer]"])) is None
+    answered = ["data.eval=e.jsonl", "reward.parts=[{name: exact_match}]", "rollout.tp=1"]
+    assert first_problem(sft_config(tmp_path, [*answered, "policy.offload=[optimizer,gradients]"])) is None, "beside vLLM"
+    for wrong, said in (
+        ("rollout.vllm_args.seed=1", "rollout.vllm_args.seed = 1: megappo sets it; use run.seed"),
+        ("rollout.stop=['']", "an empty string would end every response"),
+        ("reward.parts=[]", "reward.parts = []: a run needs a reward"),
+        ("evaluations={score: e.jsonl}", "eval/score is a metric of data.eval"),
+    ):
+        assert said in first_problem(sft_config(tmp_path, [*answered, wrong]))
     assert "policy.parallel: tp 2" in first_problem(sft_config(tmp_path, ["policy.parallel.tp=2"]), 3)
 
 

@@ -117,6 +117,12 @@ DEAD_SFT = [
     ([], "teacher.engine=fsdp2", "distillation.top_k=8"),
     ([], "data.max_image_pixels=4096", "data.image_key=images"),
     (["data.messages_key=m"], "data.image_key=images", "data.messages_key=null"),
+    ([MEGATRON], "rollout.sleep=cache", "rollout.engine=vllm"),
+    ([], "rollout.adapter=separate", LORA),
+    (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
+    (["reward.route={key: s, map: {a: [{name: b}]}}"], "reward.parts=[{name: c}]", "reward.route=null"),
+    ([], "data.answer_key=gold", "rollout.engine=vllm"),
+    ([], "reward.above_max=redraw", None),
 ]
 LORA = "policy.lora.rank=4"
 DEAD_DPO = [

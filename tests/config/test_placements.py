@@ -174,5 +174,17 @@ def test_fine_tuning_takes_all_ranks(tmp_path):
     assert next(world_problems(sft_config(tmp_path), 4), None) is None
 
 
+def test_fine_tuning_may_leave_ranks_to_what_generates(tmp_path):
+    asked = ["rollout.tp=2", "policy.ranks=0-1"]
+    assert next(world_problems(sft_config(tmp_path, [*asked, "rollout.ranks=2-3"]), 4), None) is None
+    said = [next(world_problems(sft_config(tmp_path, [*asked, ranks]), 4)) for ranks in ("rollout.ranks=2", "rollout.ranks=1-2")]
+    assert "rank 3 of the world would have no role and generate nothing" in said[0]
+    assert "rank 3" in said[1]
+    said = next(world_problems(sft_config(tmp_path, [*asked, "rollout.ranks=1-3"]), 4))
+    assert "rollout.tp = 2: does not divide the 3 ranks" in said
+    by_policy = ["rollout.engine=megatron", "policy.ranks=0-1", "rollout.ranks=2-3"]
+    assert "generates with the policy's own shards" in next(world_problems(sft_config(tmp_path, by_policy), 4))
+
+
 def test_the_default_is_every_rank(tmp_path):
     assert set(placements_in_use(train_config(tmp_path, text=TRAIN)).values()) == {"all"}

@@ -43,7 +43,7 @@ def test_megappo_takes_every_command_of_the_pipeline(tmp_path: Path) -> None:
     said = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     lines = [shlex.split(line) for line in said.splitlines() if " -m megappo " in line]
     commands = [line[line.index("megappo") + 1 :] for line in lines]
-    assert [one[0] for one in commands] == ["sft", "train-reward-model", "train", "dpo", "eval", "eval", "eval", "compare"]
+    assert [one[0] for one in commands] == ["sft", "train-reward-model", "train", "dpo", "eval", "eval", "compare"]
     kinds = {name: kind for kind, (name, _) in COMMANDS.items()}
     for arguments in commands[:-1]:
         args = cli.build_parser().parse_args(arguments)

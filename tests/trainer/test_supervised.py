@@ -15,13 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 from safetensors.torch import load_file
 
+from megappo.commands import cli
+from megappo.commands.plan.run import plan_run
+from megappo.commands.tune.written import lines_of_plan
+from megappo.config.loading import load_run
 from megappo.data.tokenizers import load_tokenizer
 from megappo.runtime.ending import StopRequest
-from megappo.trainer import main
+from megappo.telemetry.hardware import load_hardware
+from megappo.telemetry.summary import run_summary
+from megappo.trainer import evaluation, main
 from megappo.trainer.supervised import Supervised
-from tests.trainer.small_run import branch_off, run_many, set_keys, write_small_task, write_teacher
+from tests.trainer.evaluation_runs import evaluated
+from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task, write_teacher
 from tests.worlds import spawn_world
 
 STEPS, HALF, BATCH = 4, 2, 8
@@ -43,12 +51,53 @@ TAUGHT: dict[str, dict[str, Any]] = {
     "taught cp2": {"policy.parallel": {"cp": 2}, "policy.micro_batch_tokens": 512, "teacher.engine": "fsdp2"},
     "taught fsdp2 tp2": {"policy.engine": "fsdp2", "policy.parallel": {"tp": 2}, "teacher.ranks": "1", TEACHER: {}},
 }
+# With generated answers, of which the last two are compared with an evaluation of the export alone.
+VLLM = {"rollout.engine": "vllm"}
+ANSWERED: dict[str, dict[str, Any]] = {
+    "answered tp2 by vllm tp2": {**VLLM, "policy.parallel": {"tp": 2}, "rollout.tp": 2, "rollout.sleep": "cache"},
+    "answered fsdp2 by vllm": {**VLLM, "policy.engine": "fsdp2"},
+    "answered pp2": {"policy.parallel": {"pp": 2}},
+    "answered lora by vllm apart": {**VLLM, "policy.lora": {"rank": 4}, "policy.ranks": "0", "rollout.ranks": "1"},
+}
+UNPUSHED = 2  # step whose evaluation of the run by FSDP2 is left without its push
 
 
 def taught(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     teacher = {"teacher": {"model": str(folder / "teacher"), "dtype": "fp32", "micro_batch_tokens": 48}}
     teacher["data.eval"] = str(folder / "data" / "eval.jsonl")
     return config(folder, name, **teacher, distillation={"divergence": "jsd", "top_k": 5, "coef": 0.75}, **changes)
+
+
+def answered(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "data.eval": str(folder / "data" / "eval.jsonl"),
+        "evaluations": {"again": str(folder / "data" / "sft.jsonl")},
+        "rollout": {"engine": "megatron", "max_response_tokens": 6},
+        "reward": {"parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}]},
+        "trainer.eval_every": 2,
+        "trainer.keep_best": "eval/score",
+        "policy.optimizer": {"lr": 1e-2},  # at which the answers change in two steps
+        "checkpoint.export_at_end": True,
+    }
+    return config(folder, name.replace(" ", "_"), **keys | changes)
+
+
+def as_ppo(folder: Path) -> dict[str, Any]:
+    """The PPO run whose evaluations those of `answered` are."""
+    made = small_config(folder, "ppo", steps=1, **{"rollout.engine": "megatron", "data.max_prompt_tokens": 26})
+    return set_keys(made, {"evaluations": {"again": {"data": str(folder / "data" / "sft.jsonl")}}, "run.seed": 7})
+
+
+@contextmanager
+def one_push_left_out(step: int) -> Iterator[None]:
+    """Evaluate after `step` without pushing the weights."""
+    plain = evaluation.push_policy
+
+    def push(rollout: Any, policy: Any, version: int) -> dict[str, float]:
+        return {} if version == step else plain(rollout, policy, version)
+
+    with mock.patch.object(evaluation, "push_policy", push):
+        yield
 
 
 def config(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
@@ -96,6 +145,14 @@ def runs(rank: int, folder: Path) -> None:
         run_many(rank, [(taught(folder, name.replace(" ", "_"), **changes), False)])
     branch_off(folder, "taught_tp2_sp", "taught_halves", HALF)
     run_many(rank, [(taught(folder, "taught_halves", **TAUGHT["taught tp2 sp"]), True)])
+    for name, changes in ANSWERED.items():
+        with one_push_left_out(UNPUSHED if "fsdp2" in name else -1):
+            run_many(rank, [(answered(folder, name, **changes), False)])
+    branch_off(folder, "answered_pp2", "answered_halves", HALF)
+    run_many(rank, [(answered(folder, "answered_halves", **ANSWERED["answered pp2"]), True)])
+    for name in list(ANSWERED)[-2:]:
+        found = evaluated(rank, as_ppo(folder), folder / "runs" / name.replace(" ", "_") / "export")
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
     held_out = {"data.eval": str(folder / "data" / "eval.jsonl"), "evaluations": {"again": str(folder / "data" / "sft.jsonl")}}
     best = {**held_out, "trainer.eval_every": 1, "trainer.keep_best": "min eval/again/loss", "checkpoint.export_at_end": True}
     run_many(rank, [(config(folder, "whole", **best), False)])
@@ -197,9 +254,61 @@ def half_and_half(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return sum((x * (x / ((p + q) / 2)).log()).sum(1) for x in (p, q)) / 2
 
 
-@pytest.mark.parametrize("one, other", [("whole", "halves"), ("taught_tp2_sp", "taught_halves")])
+def answers(folder: Path, name: str) -> dict[int, dict[str, float]]:
+    """Step -> figures of the generated answers."""
+    found = {row["step"]: {key: row[key] for key in row if key.startswith("eval/")} for row in rows(folder, name)}
+    return {step: {key: x for key, x in row.items() if not key.endswith("/loss")} for step, row in found.items() if row}
+
+
+@pytest.mark.parametrize("name", list(ANSWERED)[-2:])
+def test_generated_answers_score_what_an_evaluation_of_the_export_says(folder: Path, name: str) -> None:
+    of_run = answers(folder, name)
+    assert list(of_run) == [0, 2, STEPS] and "eval/score" in of_run[0] and "eval/again/mean@1" in of_run[0]
+    for rank in range(2):
+        assert json.loads((folder / f"{name}.{rank}.json").read_text()) == of_run[STEPS]
+    assert len({tuple(one.values()) for one in of_run.values()}) == 3, "negative control: the answers of other steps are others"
+
+
+@pytest.mark.parametrize("name", list(ANSWERED)[:2])
+def test_every_layout_and_sampler_generates_the_same_answers_of_the_weights_that_were_pushed(folder: Path, name: str) -> None:
+    found, expected = answers(folder, name), answers(folder, "answered pp2")
+    if "fsdp2" in name:
+        assert found[UNPUSHED] == found[0] != expected[UNPUSHED], "negative control: without a push those of the weights before"
+        found[UNPUSHED] = expected[UNPUSHED]
+    assert found == expected
+    for mine, other in zip(numbers(folder, name), numbers(folder, "answered pp2"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_generated_answers_choose_the_best_checkpoint_and_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "runs" / "answered_pp2"
+    scores = {step: row["eval/score"] for step, row in answers(folder, "answered pp2").items() if step}
+    best = json.loads((run / "checkpoints" / f"step-{STEPS}" / "manifest.json").read_text())["facts"]["best"]
+    assert (best["step"], best["value"]) == max(scores.items(), key=lambda item: item[1])
+    assert any(line.startswith("held-out score:") for line in run_summary(run))
+    assert cli.main(["compare", str(run), str(folder / "runs" / "answered_halves"), "--metric", "eval/score"]) == 0
+    assert f"{scores[STEPS]:.3g}" in capsys.readouterr().out
+
+
+def test_the_plan_counts_what_generates(tmp_path: Path) -> None:
+    write_small_task(tmp_path)
+    path = tmp_path / "answered.yaml"
+    path.write_text(yaml.safe_dump(answered(tmp_path, "planned", **ANSWERED["answered tp2 by vllm tp2"])))
+    planned = plan_run(load_run(str(path)), 2, "cpu")
+    alone = plan_run(load_run(str(path), ["rollout=null", "reward=null", "trainer.keep_best=null"]), 2, "cpu")
+    said = planned.report()
+    assert "held-out answers by vllm: 1 replica of tp 2 on ranks 0,1" in said and "answers again: kept 20 of 20 prompts" in said
+    assert "no rollout: the examples are given" in alone.report()
+    assert planned.plan.peak(0) > planned.plan.rollout_bytes() > alone.plan.peak(0)
+    steps = [lines_of_plan(one.plan, load_hardware("cpu"), frozenset({"policy"})) for one in (planned, alone)]
+    assert steps[0][0].split(", evaluations unknown")[0] == steps[1][0], "no step generates"
+
+
+@pytest.mark.parametrize(
+    "one, other", [("whole", "halves"), ("taught_tp2_sp", "taught_halves"), ("answered_pp2", "answered_halves")]
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(folder: Path, one: str, other: str) -> None:
-    assert numbers(folder, other) == numbers(folder, one)
+    assert numbers(folder, other) == numbers(folder, one) and answers(folder, other) == answers(folder, one)
     whole, halves = (folder / "runs" / name / "checkpoints" / f"step-{STEPS}" for name in (one, other))
     assert json.loads((whole / "state.json").read_text()) == json.loads((halves / "state.json").read_text())
     shards = sorted(path.relative_to(whole) for path in whole.rglob("models/*/*.safetensors"))

@@ -24,7 +24,7 @@ from megappo.telemetry.jsonl import replace_file
 from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.tables import table
 from megappo.trainer.build_roles import build_role, spec_of_role
-from megappo.trainer.evaluation import Evaluation, Evaluator
+from megappo.trainer.evaluation import Evaluation, Evaluator, push_policy
 from megappo.trainer.preflight import require_preflight
 from megappo.trainer.prepare.evaluate import PlannedEvaluation
 from megappo.trainer.reward_model import ModelScorer, model_scorer
@@ -46,8 +46,7 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Rol
     rollout = rollout_of(config, data, policy, device)
     evaluators = _evaluators(planned, score_model)
     with input_accepted():
-        with policy.eval_mode():
-            rollout.push_weights(planned.source.step or 0)
+        push_policy(rollout, policy, planned.source.step or 0)
         with ExitStack() as workers:
             for one in evaluators:
                 workers.callback(one.scorer.close)

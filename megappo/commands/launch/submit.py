@@ -20,13 +20,13 @@ from megappo.commands.launch.environment import report
 from megappo.commands.launch.script import Job, directive, render
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import placement_problems, roles_in_use
+from megappo.config.layout_checks import placement_problems, roles_in_use, sampler_of
 from megappo.config.paths import odd_character
 from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
 from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.run_directory import LAUNCHES, run_dir_of
-from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised import AnyConfig
 from megappo.runtime.lease import refuse_if_held
 
 
@@ -150,9 +150,10 @@ def _tensor_parallel(config: AnyConfig) -> dict[str, tuple[int, str]]:
         f"{key_of_role(role)}.parallel.tp": (sizes.tp, section_of(config, role).ranks)
         for role, sizes in roles_in_use(config).items()
     }
-    if isinstance(config, SupervisedConfig) or config.rollout.engine != "vllm":
+    sampler = sampler_of(config)
+    if sampler is None or sampler.engine != "vllm":
         return found
-    return found | {"rollout.tp": (config.rollout.tp, config.rollout.ranks)}
+    return found | {"rollout.tp": (sampler.tp, sampler.ranks)}
 
 
 def _check_nodes(config: AnyConfig, job: Job) -> None:

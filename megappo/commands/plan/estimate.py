@@ -72,7 +72,7 @@ class Plan:
     """Bytes of one rank for the CUDA context and NCCL."""
     warnings: tuple[str, ...] = field(default=())
     is_supervised: bool = False
-    """The step is that of a supervised run (`supervised.step_like`)."""
+    """The step is that of a supervised run (`config.supervised_step`), which samples held-out answers alone, if any."""
     shown: Shown | None = None
     """Images of a prompt, from the data; None: from the keys, or none."""
 
@@ -87,8 +87,8 @@ class Plan:
 
     @property
     def samples(self) -> bool:
-        """True if the policy samples; False if a critic trains on recorded trajectories, or a model on examples."""
-        return "policy" in self.layouts and not self.is_supervised
+        """True if the policy samples; False if a critic trains on recorded trajectories, or a model on examples alone."""
+        return "policy" in self.layouts and not (self.is_supervised and not evaluation_sets(self.config))
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
@@ -490,6 +490,8 @@ def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, devi
 
 def sequences_at_once(plan: Plan) -> int:
     """Most sequences that one vLLM replica decodes together, of all steps that may have begun (`rollout.max_staleness`)."""
+    if plan.is_supervised:  # the number of held-out prompts is known only with the data
+        return plan.config.rollout.max_num_seqs
     begun = plan.step.samples * (1 + (plan.config.rollout.max_staleness or 0))
     return min(plan.config.rollout.max_num_seqs, sequences_of_replica(begun, plan.replicas))
 

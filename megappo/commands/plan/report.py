@@ -181,13 +181,14 @@ def _split_lines(plan: Plan) -> Iterator[str]:
 def _rollout_ranks(plan: Plan) -> str:
     if not plan.samples:
         return "no rollout: the examples are given" if plan.is_supervised else "no rollout: the trajectories are recorded"
+    what = "held-out answers" if plan.is_supervised else "rollout"
     if plan.rollout is None:
-        return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
+        return f"{what} by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
     tp = plan.config.rollout.tp
     ranks = plan.placements["rollout"].ranks
     replicas = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
     count = "1 replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
-    return f"rollout by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
+    return f"{what} by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
 
 
 def _ahead_lines(plan: Plan) -> Iterator[str]:
@@ -358,7 +359,11 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
 def _batch_lines(plan: Plan) -> list[str]:
     config, step = plan.config, plan.step
     schedules = {role: update_schedule(config, role) for role in trained_sections(config)}
-    sampled = f"{step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = " if plan.samples else ""
+    sampled = (
+        f"{step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = "
+        if plan.samples and not plan.is_supervised
+        else ""
+    )
     lines = [f"  step: {sampled}{_count(step.samples, 'sample')}, {step.samples * step.max_sequence_tokens:,} tokens at most"]
     for schedule in dict.fromkeys(schedules.values()):
         roles = ", ".join(role for role in schedules if schedules[role] == schedule)

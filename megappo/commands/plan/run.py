@@ -51,9 +51,9 @@ def plan_run(
     shapes_only: bool = False,
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake. `plan.config` of the result is
-    what runs, whose batches may have been fitted (`data.fit_batch`), or the like of it (`supervised.step_like`). device_memory:
-    bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with shapes_only,
-    tokenizer and data may be missing too."""
+    what runs, whose batches may have been fitted (`data.fit_batch`), or the like of it (`config.supervised_step`).
+    device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
+    shapes_only, tokenizer and data may be missing too."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     is_supervised = isinstance(config, SupervisedConfig)
@@ -112,7 +112,7 @@ def _idle_notes(plan: Plan) -> Iterator[str]:
             fix = f"raise {key}, or {key_of_role(role)}.parallel.tp or .pp, or give it fewer ranks ({key_of_role(role)}.ranks)"
             yield f"{role}: {what} of {_samples(samples)} leaves {layout.dp - samples} of {layout.dp} replicas without work; {fix}"
     samples = plan.step.samples
-    if plan.rollout is not None and samples < plan.replicas:
+    if plan.rollout is not None and not plan.is_supervised and samples < plan.replicas:
         fix = "raise data.prompts_per_step or rollout.tp, or give it fewer ranks (rollout.ranks)"
         idle = f"{plan.replicas - samples} of {plan.replicas}"
         yield f"rollout: a step of {_samples(samples)} leaves {idle} replicas without work; {fix}"

@@ -100,7 +100,10 @@ def make_search(run: AnyConfig, args: argparse.Namespace) -> Search:
 
 
 def _check_supervised(config: SupervisedConfig, args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option about what a run of examples does not do."""
+    """Raise ConfigError for an option about what a run of examples does not do, and for what is no part of its step."""
+    if config.sampler is not None:
+        fix = "tune lays out a training step, which generates nothing; add rollout=null reward=null, and plan the result with them"
+        raise ConfigError(problem("rollout.engine", config.sampler.engine, fix))
     for option in ("placements", "mean_response_tokens", "spread", "lengths", "measure", "calibrate"):
         if getattr(args, option) is not None:
             name, kind = option.replace("_", "-"), config.name

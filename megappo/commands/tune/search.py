@@ -142,7 +142,7 @@ class Search:
             settings: Settings = section_of(self.config, role)
             stages = self._stages(role, settings)
             roles[role] = self._candidate(role, settings, stages, self._need(role, settings, stages.values()))
-        by_vllm = self.config.rollout.engine == "vllm"
+        by_vllm = self.config.rollout.engine == "vllm" and not self.workload.given  # a step of examples generates nothing
         return self.choice(roles, self._rollout(self.config.rollout.tp) if by_vllm else self._by_the_policy())
 
     def _all(self, role: str) -> Iterator[Candidate]:

@@ -48,10 +48,10 @@ def main(args: argparse.Namespace) -> int:
     from megappo.trainer.prepare.layouts import read_archs  # late: imports numpy, and a wrong key should fail at once
 
     read_archs(config)
-    from megappo.commands.plan.supervised import step_like
     from megappo.commands.verify.run import verify
     from megappo.config.checks import check_config
     from megappo.config.supervised import SupervisedConfig
+    from megappo.config.supervised_step import step_like
 
     require_device(config.run.device)
     device = device_of(config.run.device)

@@ -25,6 +25,7 @@ from megappo.config.role_sections import section_of
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.models.arch import ModelArch
@@ -122,6 +123,8 @@ def check_inputs(config: AnyConfig, *, resume: bool = False, shapes_only: bool =
         return
     for name, data in config.held_out.items():
         _find(f"evaluations.{name}" if name else "data.eval", data)
+    if (sampled := sampling_config(config)) is not None:
+        _check_files(sampled, trains=False)
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
@@ -178,15 +181,15 @@ def check_names(config: AnyConfig, *, need_packages: bool) -> None:
     _check_progress(config)
     if not need_packages:
         return
-    if isinstance(config, TrainConfig) and not reads_trajectories(config):
-        _check_reward(config.reward)
-        for name, one in config.evaluations.items():
+    if (sampled := sampling_config(config)) is not None and not reads_trajectories(sampled):
+        _check_reward(sampled.reward)
+        for name, one in sampled.evaluations.items():
             if one.reward is not None:
                 try:
                     _check_reward(one.reward)
                 except ValueError as error:
                     raise ConfigError(f"evaluations.{name}.{error}") from None
-        if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+        if sampled.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
             raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
     if (message := tracker_problem(config.telemetry)) is not None:
         raise ConfigError(message)
@@ -225,16 +228,16 @@ def check_run(config: AnyConfig, world_size: int, device: Device, *, resume: boo
     layouts = check_layouts(config, archs, world_size, implementation)
     sections = {role: section_of(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
-    if isinstance(config, TrainConfig):
-        if config.rollout.engine == "vllm" and "policy" in archs:
-            # Raises if vLLM cannot serve it.
-            check_vllm(archs["policy"], longest_sequence_tokens(config), device, config.policy.dtype == "fp32")
-            asked = config.rollout.replay_experts
-            if asked in ("policy", "all") and archs["policy"].moe is None:
-                fix = f"this {archs['policy'].family} model has no experts; remove it"
-                raise ConfigError(problem("rollout.replay_experts", asked, fix))
-        if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
-            check_critic_sources(config, archs)
+    if (sampled := sampling_config(config)) is not None and sampled.rollout.engine == "vllm" and "policy" in archs:
+        # Raises if vLLM cannot serve it.
+        check_vllm(archs["policy"], longest_sequence_tokens(sampled), device, sampled.policy.dtype == "fp32")
+        asked = sampled.rollout.replay_experts
+        if asked in ("policy", "all") and archs["policy"].moe is None:
+            fix = f"this {archs['policy'].family} model has no experts; remove it"
+            raise ConfigError(problem("rollout.replay_experts", asked, fix))
+    # A resumed run takes the critics from its own checkpoint.
+    if isinstance(config, TrainConfig) and not resume and not shapes_only:
+        check_critic_sources(config, archs)
     if (url := config.checkpoint.remote) is not None and not shapes_only:
         with about_remote(url):  # `preflight.py` contacts the storage
             require_protocol(url)

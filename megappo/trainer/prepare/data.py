@@ -4,7 +4,7 @@ configuration to `megappo/data`, and checks the counts against the batch size an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megappo.config.batch import step_arithmetic
@@ -212,6 +212,12 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
     tokenizer, cache = checked_tokenizer(config, policy), open_cache(config.run)
     images = images_of_run(config, cache, trains=False)
+    data = load_sets(config, tokenizer, cache, images)
+    return replace(data, notes=(*data.notes, *image_notes(images), *cache.notes))
+
+
+def load_sets(config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None) -> EvaluationData:
+    """Load the evaluation sets with what scores them. Errors as `load_run_data`. images: opened by `images_of_run`."""
     evaluations = load_evaluations(config, tokenizer, cache, images)
     reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
     environment = load_environment(config, tokenizer)
@@ -221,7 +227,7 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     return EvaluationData(
         tokenizer=tokenizer,
         evaluations=evaluations,
-        notes=(*notes, *image_notes(images), *scored.notes, *cache.notes),
+        notes=(*notes, *scored.notes),
         reward_parts=reward_parts,
         reward_text=scored.text,
         environment=environment,

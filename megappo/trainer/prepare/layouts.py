@@ -21,6 +21,7 @@ from megappo.config.role_sections import (
 )
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.models import weight_check
 from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.families.registry import FAMILIES
@@ -175,6 +176,8 @@ def check_layouts(
     for role, arch in archs.items():
         if config.data.max_tokens > arch.max_positions:
             _too_long("data.max_tokens", config.data.max_tokens, role, arch)
+    if (sampled := sampling_config(config)) is not None:
+        _check_rollout(sampled, archs["policy"])
     _check_vocabularies(archs)
     return layouts  # no rule for vocabularies and tp: they are padded to a multiple of tp
 

@@ -9,6 +9,7 @@ from typing import Any
 from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.supervised import DpoConfig, PairDataConfig, RewardTrainingConfig, SftConfig, SupervisedConfig
+from megappo.config.supervised_step import sampling_config
 from megappo.data.cache import Cache
 from megappo.data.examples import Examples
 from megappo.data.images import PromptImages
@@ -20,7 +21,7 @@ from megappo.data.texts import DemonstrationRules, DemonstrationSet, demonstrati
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
 from megappo.telemetry.tables import figures
-from megappo.trainer.prepare.data import EvaluationData, check_vocabularies, checked_tokenizer
+from megappo.trainer.prepare.data import EvaluationData, check_vocabularies, checked_tokenizer, load_sets
 from megappo.trainer.prepare.images import image_notes, images_of_run
 from megappo.trainer.prepare.reward_model import pad_id_of
 
@@ -85,7 +86,7 @@ class SupervisedData(EvaluationData):
 
 def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch]) -> SupervisedData:
     """Load tokenizer and examples of this configuration. ValueError, one line: missing or unreadable files, records that the kind
-    cannot take, fewer examples than a batch, a warm-up longer than the run."""
+    cannot take, fewer examples than a batch, a warm-up longer than the run; of generated answers as `load_run_data`."""
     tokenizer, cache = checked_tokenizer(config, archs[config.learner]), open_cache(config.run)
     notes = tuple(check_vocabularies(config, tokenizer))
     if isinstance(config, SftConfig) and config.distillation is not None:
@@ -103,19 +104,33 @@ def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch
             held_out[name] = read(config, open_sources(spec), tokenizer, cache, images)
         except ValueError as error:
             raise ConfigError(f"{f'evaluations.{name}' if name else 'data.eval'}: {error}") from error
+    answered = _answered(config, tokenizer, cache, images)
     loader = PromptLoader(len(train), size, shuffle=config.data.shuffle, seed=config.run.seed, cache=cache)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     return SupervisedData(
         tokenizer=tokenizer,
-        notes=(*notes, *image_notes(images), *cache.notes),
+        evaluations=answered.evaluations,
+        notes=(*notes, *answered.notes, *image_notes(images), *cache.notes),
+        reward_parts=answered.reward_parts,
         images=images,
         train=train,
         held_out=held_out,
         loader=loader,
         total_steps=total_steps,
     )
+
+
+def _answered(config: SupervisedConfig, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None) -> EvaluationData:
+    """Load the held-out prompts that are answered, and what scores the answers; neither if the run generates none."""
+    if (sampled := sampling_config(config)) is None:
+        return EvaluationData(tokenizer=tokenizer)
+    try:
+        return load_sets(sampled, tokenizer, cache, images)
+    except ValueError as error:  # by the keys of `step_like`
+        own = "data.max_tokens - rollout.max_response_tokens"
+        raise ConfigError(str(error).replace("data.max_prompt_tokens", own)) from error
 
 
 def _check_top_k(top_k: int, policy: ModelArch) -> None:
@@ -132,3 +147,5 @@ def describe(data: SupervisedData) -> Iterator[str]:
     yield f"run: {data.total_steps:,} steps of {size:,} {unit}s = {figures(data.total_steps * size / len(data.train))} epochs"
     for name, examples in data.held_out.items():
         yield f"eval{' ' + name if name else ''}: {examples.summary()}"
+    for one in data.evaluations:
+        yield f"answers{' ' + one.name if one.name else ''}: {one.prompts.summary()}"

@@ -14,11 +14,12 @@ from megappo.commands import cli
 from megappo.commands.launch.environment import HIDDEN, revision, shown_variables
 from megappo.commands.launch.script import Job
 from megappo.commands.launch.slurm import parse_time, without_job_variables
-from megappo.commands.launch.submit import Limits, record, remarks, remove_launch
+from megappo.commands.launch.submit import Limits, _tensor_parallel, record, remarks, remove_launch
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from tests.commands.launch.cluster import Cluster
 from tests.commands.plan.checkpoints import write_run
+from tests.config.examples import sft_config
 
 TWO_BY_TWO = ["--nodes", "2", "--gpus-per-node", "2", "run.num_ranks=4"]
 
@@ -140,6 +141,12 @@ def test_groups_on_one_node_or_on_whole_nodes_are_taken(
     config = write_run(tmp_path)
     code, out, err = launch(capsys, config, "--nodes", nodes, "--gpus-per-node", per_node, "--dry-run", ranks, *overrides)
     assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n")
+
+
+def test_vllm_beside_fine_tuning_may_not_be_cut_by_nodes_either(tmp_path: Path) -> None:
+    config = sft_config(tmp_path, ["rollout.tp=2", "rollout.ranks=1-2"])
+    assert _tensor_parallel(config) == {"policy.parallel.tp": (1, "all"), "rollout.tp": (2, "1-2")}
+    assert "rollout.tp" not in _tensor_parallel(sft_config(tmp_path))
 
 
 def test_without_slurm_it_says_what_else_can_be_done(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -64,6 +64,11 @@ def test_options_about_sampling_are_refused(option, capsys):
     assert code == 2 and told.err.startswith(f"megappo: {option[0]}: of runs that generate") and told.err.count("\n") == 1
 
 
+def test_answers_to_held_out_prompts_are_no_part_of_a_step(capsys):
+    code, told = tune(capsys, RECIPES / "sft.yaml", "--gpus", 8, "--gpu", "h100", "rollout.tp=2", f"policy.model={LLAMA}")
+    assert code == 2 and told.err.startswith('megappo: rollout.engine = "vllm": tune lays out a training step')
+
+
 def test_a_role_that_is_not_there_is_refused(capsys):
     where = [RECIPES / "dpo.yaml", "--gpus", 8, "--gpu", "h100", f"policy.model={LLAMA}"]
     for role in ("critic", "reference"):
