@@ -92,6 +92,11 @@ class ImageStore:
         _, rows, cols = self._index[image].tolist()
         return rows, cols
 
+    @cached_property
+    def smallest(self) -> int:
+        """An image of the fewest tokens."""
+        return int(self._index[:, 1:].prod(axis=1).argmin())
+
     def num_tokens(self, image: int) -> int:
         rows, cols = self.grid(image)
         return rows * cols // self.merge**2

@@ -1,13 +1,14 @@
 """A model of transformers' own classes under FSDP2: its shards on this rank, their gradients, and the source of its weights.
 
 Tensor parallel cuts first (`models/tensor_parallel.py`); FSDP2 shards the rest over the ranks of the same tp coordinate (dp x cp).
-Every layer is an FSDP2 group; embedding, last norm and output projection are the root's, the fp32 value head has its own.
+Every layer is an FSDP2 group, and every block of a tower; embedding, last norm and output projection are the root's, the fp32 value
+head and the rest of a tower have their own.
 Optimizer, checkpoint and bridge see this rank's shards as plain tensors, with their rectangles (`models/row_shards.py`).
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from megappo.models.hf_classes import (
     names_of_embeddings,
     output_weight,
     tokens_of_all_tp_ranks,
+    tower_in,
 )
 from megappo.models.hf_import import fill_value_head, read_int8
 from megappo.models.hf_tensors import CheckpointReader, read_box
@@ -195,6 +197,7 @@ def build_sharded(
         inputs_on_host=inputs_on_host,
         draws=lora is not None and lora.dropout > 0,
         compiled=section.compile,
+        vision=spec.arch.vision,
     )
     over_fsdp, over_tp = _meshes(groups, device)
     if layout.tp > 1:
@@ -223,6 +226,8 @@ def build_sharded(
     with torch.no_grad():
         _fill(module, spec, groups, adapters)
     logit_scale = check_packing(module, dtype, device, groups)
+    if (tower := tower_in(module)) is not None:
+        tower.images, tower.tp = spec.images, groups.tp if layout.sequence_parallel else None
     cast(FSDPModule, module).reshard()
     return ShardedModel(module, spec, groups, logit_scale, dtype, adapters)
 
@@ -242,6 +247,11 @@ def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> Non
     computing = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in decoder_of(module).layers:
         fully_shard(layer, mesh=mesh, mp_policy=computing)
+    if (tower := tower_in(module)) is not None:
+        # Rotary tables of a tower stay in fp32.
+        of_tower = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in (*cast(Any, tower.module).blocks, tower.module):
+            fully_shard(part, mesh=mesh, mp_policy=of_tower)
     if isinstance(module, ValueModel):
         fully_shard(module.score, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     fully_shard(module, mesh=mesh, mp_policy=computing)

@@ -23,7 +23,7 @@ from megappo.data.images import ImageStore
 from megappo.data.packing import moved
 from megappo.models.arch import ModelArch, padded_vocab
 from megappo.models.attention import PackedSequences, packed_sequences
-from megappo.models.vision import Deferred, Seen, features_of, positions_of, seen_in, tower_of
+from megappo.models.vision import Deferred, Seen, features_of, placed, positions_of, seen_in, tower_of
 from megappo.parallel.context import ContextShard
 
 
@@ -118,13 +118,11 @@ class PackedModel(GPTModel):
         if not seen.images:
             return self._own_tokens(embedded)
         assert self.images is not None
-        there, rows = (rows >= 0)[:, None, None], rows.clamp_min(0)
         features = features_of(self.visual, self.images, seen.images, self.config.params_dtype)
-        first, *later = (one[rows][:, None].to(embedded.dtype) for one in features)
-        embedded = self._own_tokens(torch.where(there, first, embedded))
-        if not later:
+        first, later = placed(features, rows, embedded[:, 0])
+        embedded, *added = (self._own_tokens(one[:, None]) for one in (first, *later))
+        if not added:
             return embedded
-        added = [self._own_tokens(torch.where(there, one, 0.0)) for one in later]
         packed.late = [one.detach().requires_grad_(one.requires_grad) for one in added]
         deferred = Deferred.apply(packed.late, embedded, *added)
         assert isinstance(deferred, Tensor)

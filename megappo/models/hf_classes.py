@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from megappo.data.images import ImageStore
 from megappo.data.packing import moved, pack
+from megappo.models.arch import VisionArch
 from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
+from megappo.models.hf_config import read_config, text_config
 from megappo.models.plain_attention import plain_attention
+from megappo.models.rope import tables_of
+from megappo.models.vision import features_of, mixed_angles, placed, positions_of, seen_in, tower_of
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 
@@ -40,6 +46,22 @@ _ATTENTION, _ATTENTION_AGAIN = "megappo_packed", "megappo_packed_again"
 # Largest relative error of hidden states that another order of summation explains. Neighbours that are seen change them by 0.4 to
 # 1.6 of their norm.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+@dataclass
+class Tower:
+    """Tower of a vision-language model as its language or value model holds it: `module`, which is `visual` beside the decoder.
+    images: that tokens name; None: they name none. tp: group of sequence parallel, or None."""
+
+    vision: VisionArch
+    module: torch.nn.Module
+    images: ImageStore | None = None
+    tp: dist.ProcessGroup | None = None
+
+
+def tower_in(model: torch.nn.Module) -> Tower | None:
+    """Return the tower of a model that `build_on_meta` made; None if it reads text alone."""
+    return getattr(model, "tower", None)
 
 
 class ValueModel(torch.nn.Module):
@@ -62,7 +84,7 @@ class ValueModel(torch.nn.Module):
         """Return [1, T, H]. Without `cu_seqlens`: of one sequence, through transformers' own attention."""
         if cu_seqlens is None:
             return self.decoder(input_ids=tokens[None], use_cache=False).last_hidden_state
-        return _hidden_states(self.decoder, tokens, cu_seqlens, context)
+        return _hidden_states(self, tokens, cu_seqlens, context)
 
 
 def build_on_meta(
@@ -74,16 +96,23 @@ def build_on_meta(
     inputs_on_host: bool = False,
     draws: bool = False,
     compiled: bool = False,
+    vision: VisionArch | None = None,
 ) -> torch.nn.Module:
     """Build the model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
     head_rows: outputs of a value head, 0 for a language model. recompute: the backward recomputes core attention (selective) or
     every layer (full), whose inputs wait in host memory with inputs_on_host. draws: the layers draw random numbers, and
-    recomputation repeats them. compiled: the layers are compiled at their first passes.
+    recomputation repeats them. compiled: the layers are compiled at their first passes. vision: of a vision-language model, whose
+    language model is then of the text-only class.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    config: Any
+    if vision is None:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    else:
+        text = text_config(read_config(path))
+        config = CONFIG_MAPPING[text["model_type"]].from_dict(text)
     kind = AutoModel if head_rows else AutoModelForCausalLM
     with torch.device("meta"):
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
@@ -94,11 +123,36 @@ def build_on_meta(
             _recompute_layers(model, draws, inputs_on_host)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
         model.get_input_embeddings().padding_idx = None
-        if head_rows:
-            return ValueModel(model, config.hidden_size, head_rows)
-    model.tie_weights()
-    setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
-    return model
+        whole: torch.nn.Module = ValueModel(model, config.hidden_size, head_rows) if head_rows else model
+    if vision is not None:
+        _add_tower(whole, vision, dtype)
+    if not head_rows:
+        model.tie_weights()
+        setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
+    return whole
+
+
+def _add_tower(model: torch.nn.Module, vision: VisionArch, dtype: torch.dtype) -> None:
+    """Add a tower beside a decoder, which takes positions [3, T] of time, height and width then, and features after layers."""
+    decoder = decoder_of(model)
+    decoder.rotary_emb.forward = functools.partial(_table_of_axes, decoder.rotary_emb, vision)
+    for number in range(vision.deepstack):
+        decoder.layers[number].register_forward_hook(functools.partial(_add_features, number), with_kwargs=True)
+    model.visual = tower_of(vision, dtype, torch.device("meta"))
+    setattr(model, "tower", Tower(vision, model.visual))
+
+
+def _table_of_axes(rotary: Any, vision: VisionArch, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Make cos and sin [1, T, head_dim] of positions [3, T], or [1, T] of text."""
+    angles = mixed_angles(position_ids.expand(3, -1)[:, :, None].float() * rotary.inv_freq, vision)
+    cos, sin = tables_of(angles, rotary.attention_scaling, x.dtype)
+    return cos.transpose(0, 1), sin.transpose(0, 1)
+
+
+def _add_features(number: int, _layer: object, _inputs: object, inputs: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    # Outside the layer's forward, so recomputation does not come back through the tower.
+    late = inputs["packed"].late if "packed" in inputs else ()
+    return hidden + late[number] if late else hidden
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
@@ -172,10 +226,12 @@ def names_of_embeddings(model: torch.nn.Module) -> tuple[str, str]:
 def fill_buffers(model: torch.nn.Module) -> None:
     """Compute the buffers that a class derives from its config, such as rotary angles, by transformers' initialisation.
     Constants that the checkpoint brings are zero until they are read. ValueError if the initialisation leaves a buffer out."""
-    owner: Any = decoder_of(model)
+    tower = tower_in(model)
+    of_tower: set[torch.nn.Module] = set() if tower is None else set(tower.module.modules())
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the initialisation passes these by
     for part in model.modules():
+        owner: Any = tower.module if tower is not None and part in of_tower else decoder_of(model)
         buffers = dict(part.named_buffers(recurse=False))
         for buffer in buffers.values():
             buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
@@ -188,13 +244,8 @@ def fill_buffers(model: torch.nn.Module) -> None:
                 raise ValueError(f"{type(owner).__name__} has the buffer {name}, which nothing fills; engine fsdp2 cannot run it")
 
 
-def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
-    lengths = cu_seqlens.long().diff()
-    places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
-    positions = places - cu_seqlens[:-1].long().repeat_interleave(lengths)
-    positions = moved(positions, tokens.device)
-    if context is not None:
-        tokens, positions = context.take(tokens), context.take(positions)
+def _hidden_states(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
+    decoder, tower, lengths = decoder_of(model), tower_in(model), cu_seqlens.long().diff()
     on_device = moved(cu_seqlens.to(torch.int32), tokens.device)
     longest = int(lengths.max())
     packed = PackedSequences(
@@ -206,12 +257,42 @@ def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: Co
         offsets=cu_seqlens,
         context=context,
     )
-    inputs: Any = dict(position_ids=positions[None], use_cache=False, packed=packed)
-    return decoder(input_ids=tokens[None], **inputs).last_hidden_state
+    if tower is not None and tower.images is not None:
+        inputs = _with_images(decoder, tower, tower.images, tokens, packed)
+    else:
+        places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+        positions = moved(places - cu_seqlens[:-1].long().repeat_interleave(lengths), tokens.device)
+        if context is not None:
+            tokens, positions = context.take(tokens), context.take(positions)
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+    return decoder(**inputs, use_cache=False, packed=packed).last_hidden_state
+
+
+def _with_images(decoder: Any, tower: Tower, images: ImageStore, tokens: Tensor, packed: PackedSequences) -> dict[str, Tensor]:
+    """Return the decoder's arguments for tokens [T], of which this rank's are embedded, with features in their places. `packed`
+    gets those of later layers. Collective: every tp and cp rank computes the features of all images."""
+    on_host, context = tokens.cpu(), packed.context
+    assert packed.offsets is not None
+    positions, seen = positions_of(on_host, packed.offsets, images), seen_in(on_host, images)
+    positions, rows = moved(positions, tokens.device), moved(seen.rows, tokens.device)
+    words = tokens.masked_fill(rows >= 0, tower.vision.image_token)
+    if context is not None:
+        words, rows = context.take(words), context.take(rows)
+        positions = context.take(positions.t().contiguous()).t()
+    embedded: Tensor = decoder.embed_tokens(words[None])[0]
+    # All ranks of the role gather the tower's blocks and reduce their gradients: one without an image computes the smallest, whose
+    # features take no token's place.
+    features = features_of(tower.module, images, seen.images or [images.smallest], embedded.dtype)
+    embedded, later = placed(features, rows, embedded)
+    if tower.tp is not None:
+        # The layers have a part of the tokens. The backward gathers: each tp rank has the whole gradient of all features.
+        later = [scatter_to_sequence_parallel_region(one, group=tower.tp) for one in later]
+    packed.late = [one[None] for one in later]
+    return {"inputs_embeds": embedded[None], "position_ids": positions}
 
 
 def _language_output(model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
-    return _hidden_states(model.base_model, tokens, cu_seqlens, context)
+    return _hidden_states(model, tokens, cu_seqlens, context)
 
 
 @torch.compiler.disable  # reads lengths on the host, and exchanges tokens

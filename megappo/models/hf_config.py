@@ -275,8 +275,6 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
         from megappo.models.any_model import describe_model
 
         return describe_model(path)
-    if engine == "fsdp2" and arch.vision is not None:
-        raise ValueError(f"{path}: engine fsdp2 does not run the tower of {arch.architecture}; set engine megatron")
     if engine == "fsdp2" and arch.delta is not None:
         fix = "transformers' delta nets see other sequences of a packed batch; set the role's engine to megatron"
         raise ValueError(f"{path}: {arch.family} does not run under engine fsdp2: {fix}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.models.gather import Gather
 from megappo.models.lora import ADAPTER_A, adapted_of, expert_of
 from megappo.models.pieces import PieceMap, sizes_of
+from megappo.models.vision_families import checkpoint_name
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
 
@@ -39,12 +41,21 @@ class AdapterTensors:
     stacked: bool
 
 
-def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:
+def write_adapter(
+    adapter: AdapterTensors,
+    groups: ProcessGroups,
+    folder: Path,
+    source: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    beside_tower: bool = False,
+) -> None:
     """Write the two files, and the tokenizer if any, to `folder`, which must not exist, on the role's first rank. Collective over
-    the role. source: directory of the base model, which the configuration names."""
+    the role. source: directory of the base model, which the configuration names. beside_tower: the adapted model is the language
+    model of a vision-language one."""
     shapes = sizes_of(adapter.pieces)
     gather = Gather(adapter.parameters, adapter.pieces, shapes, groups, root=0)
-    found = {_PREFIX + name: gather(name, torch.float32) for name in shapes}
+    found = {_PREFIX + (checkpoint_name(name) if beside_tower else name): gather(name, torch.float32) for name in shapes}
     if groups.position != 0:
         return
     tensors = {name: whole for name, whole in found.items() if whole is not None}
@@ -56,6 +67,9 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
     if tokenizer is not None:  # the base model's may be another
         tokenizer.save(folder)
     config = adapter_config(adapter.lora, list(shapes), source, stacked=adapter.stacked)
+    if beside_tower:  # whose layers have names of the same endings
+        endings = "|".join(map(re.escape, config["target_modules"]))
+        config["target_modules"] = rf".*\.language_model\.layers\..*\.({endings})"
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     file = folder / "adapter_model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})

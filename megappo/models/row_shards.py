@@ -18,7 +18,7 @@ from megappo.models.weight_map import VALUE_HEAD, hf_cuts, hf_layer, hf_tensors
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
 
-_LAYER = re.compile(r"(?:.*?\.)??layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -30,12 +30,14 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 def shard_box(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, position: int) -> Box | None:
     """Rectangle of a tensor at a position of a layout without pipeline; None if there are fewer rows than ranks."""
     at = layout.coordinates(position)
-    ranges = [(0, shape[0]), (0, (*shape, 1)[1])]  # a vector has one column
+    rows, cols = shape_as_2d(shape)
+    each = rows // shape[0]  # rows of an entry of the first dimension, which is cut: more than one of a convolution
+    ranges = [(0, shape[0]), (0, cols)]
     if cut.dim is not None:
         ranges[cut.dim] = rows_of_rank(ranges[cut.dim][1], layout.tp, at.tp)
     (first, end), columns = ranges
     start, stop = rows_of_rank(end - first, layout.dp * layout.cp, at.cp + layout.cp * at.dp)
-    return Box(first + start, first + stop, *columns) if stop > start else None
+    return Box((first + start) * each, (first + stop) * each, *columns) if stop > start else None
 
 
 def shard_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> PieceMap:
@@ -80,8 +82,12 @@ def shards_of(
     if not arch.own:
         shapes = hf_tensors(arch, value_head)
         for piece in shard_piece_map(arch, layout, value_head)[position]:
-            box, dims = piece.box, len(shapes[piece.hf])
-            found[piece.hf] = (box.r0, box.c0)[:dims], (box.rows, box.cols)[:dims]
+            box, shape = piece.box, shapes[piece.hf]
+            if len(shape) > 2:
+                each = shape_as_2d(shape)[0] // shape[0]
+                found[piece.hf] = (box.r0 // each, *(0 for _ in shape[1:])), (box.rows // each, *shape[1:])
+            else:
+                found[piece.hf] = (box.r0, box.c0)[: len(shape)], (box.rows, box.cols)[: len(shape)]
         return found
     for one in own_parameters(arch, value_head):
         start, stop = rows_of_rank(one.shape[0], layout.dp * layout.cp, position)
@@ -145,7 +151,7 @@ def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParame
 
 
 def layer_prefix(name: str) -> str:
-    """Part of a parameter's name that only its layer has, such as `model.layers.3.`; empty outside the layers."""
+    """Part of a parameter's name that only its layer, or block of a tower, has, such as `model.layers.3.`; empty outside them."""
     found = _LAYER.match(name)
     return found[0] if found else ""
 

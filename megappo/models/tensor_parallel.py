@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from megappo.models.arch import ModelArch
 from megappo.models.hf_classes import decoder_of
+from megappo.models.vision_families import TOWER
 from megappo.models.weight_map import hf_cuts, layer_rules
 
 
@@ -69,6 +70,7 @@ def copied_names(arch: ModelArch, value_head: bool) -> set[str]:
 
 
 def partial_names(arch: ModelArch, value_head: bool, *, sequence_parallel: bool) -> set[str]:
-    """Copies whose gradient on a tp rank is of its own heads (or, under sequence parallel, tokens) and has to be summed over tp."""
-    cuts = hf_cuts(arch, value_head)
+    """Copies whose gradient on a tp rank is of its own heads (or, under sequence parallel, tokens) and has to be summed over tp.
+    That of a tower is whole: gradients of features are gathered before."""
+    cuts = {name: cut for name, cut in hf_cuts(arch, value_head).items() if not name.startswith(TOWER)}
     return {name for name, cut in cuts.items() if cut.by_heads or (sequence_parallel and cut.dim is None)}

@@ -140,6 +140,14 @@ def features_of(tower: torch.nn.Module, images: ImageStore, numbers: Sequence[in
     return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
 
+def placed(features: Sequence[Tensor], rows: Tensor, embedded: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Put features (of `features_of`) in their places: embeddings [T, H], and what every layer of deepstack adds, [T, H] each.
+    rows: as in `Seen`. embedded: [T, H] of the tokens."""
+    there, rows = (rows >= 0)[:, None], rows.clamp_min(0)
+    first, *later = (one[rows].to(embedded.dtype) for one in features)
+    return torch.where(there, first, embedded), [torch.where(there, one, 0.0) for one in later]
+
+
 class Deferred(torch.autograd.Function):
     """(leaves, embeddings, *features) -> embeddings. Later layers add the leaves, which are `features` cut from the graph; in the
     backward `features` get the gradient that the leaves have by then.

@@ -53,6 +53,7 @@ EXPERTS = {
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
 OF_ADAPTERS = (("megatron tp2", "fsdp2 tp2"), (FSDP2, "megatron pp2"), ("fsdp2 tp2", FSDP2))
+TOWER = {"tower": ("qwen3_vl", "policy")}  # of tests.models.vision_cases
 # The policy's; the others read each layout once. The critic's chain is in bf16, whose main parameters are weights in fp32 as well.
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 # fsdp2 keeps the experts of a layer in one tensor; tp cuts no columns of experts without etp, and has other routers' copies.
@@ -80,7 +81,7 @@ class Bench:
     def engine(self, model: str, layout: str, *, seed: int = 0, dtype: Any = "fp32", distributed: bool = True) -> Any:
         """A model that trains. seed: of small changes of its weights, so that a load has something to do."""
         lora = {"lora": LORA} if model in ADAPTERS else {}
-        checkpoint, role = {**MODELS, **EXPERTS}.get(model.removeprefix("adapters of the "), (model, "policy"))
+        checkpoint, role = {**MODELS, **EXPERTS, **TOWER}.get(model.removeprefix("adapters of the "), (model, "policy"))
         path, optimizer = str(self.folder / checkpoint), OptimizerConfig(lr=1e-3, eps=1e-5, warmup_steps=3, distributed=distributed)
         common = dict(dtype=dtype, micro_batch_tokens=64, optimizer=optimizer, **lora, **LAYOUTS[layout])
         section = PolicyConfig(model=path, **common) if role == "policy" else CriticConfig(**common)
@@ -297,6 +298,7 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
     )
     found["chain latent attention"] = chain(bench, place / "chain-latent", "latent attention", "fp32", CHAIN_OF_EXPERTS[:3])
     found["chain stacked experts"] = chain(bench, place / "chain-stacked", "stacked experts", "fp32", CHAIN_OF_EXPERTS[:2])
+    found["chain tower"] = chain(bench, place / "chain-tower", "tower", "fp32", CHAIN[:3])
     found["chain delta nets"] = chain(bench, place / "chain-delta", "delta nets", "bf16", CHAIN_OF_DELTA_NETS)
     for number, (writer, reader) in enumerate(EXPERTS_GO_ON):
         found[f"experts: {writer} to {reader}"] = goes_on(bench, place / f"experts-{number}", "experts", writer, reader)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.between_engines import ADAPTERS, EXPERTS, EXPERTS_GO_ON, GOES_ON, MODELS, SPOILS, world_main
+from tests.checkpoint.between_engines import ADAPTERS, EXPERTS, EXPERTS_GO_ON, GOES_ON, MODELS, SPOILS, TOWER, world_main
 from tests.models.checkpoints import write_checkpoint
+from tests.models.vision_cases import write_vision_checkpoint
 from tests.worlds import spawn_world
 
 TOLERANCE = 1e-5
@@ -19,11 +20,13 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("engines")
     for checkpoint in {checkpoint for checkpoint, _ in (*MODELS.values(), *EXPERTS.values())}:
         write_checkpoint(folder / checkpoint, checkpoint)
+    for checkpoint, _ in TOWER.values():
+        write_vision_checkpoint(folder / checkpoint, checkpoint)
     write_checkpoint(folder / "qwen3 wide", "qwen3", intermediate_size=128)
     return spawn_world(world_main, 2, str(folder))
 
 
-@pytest.mark.parametrize("model", ["policy", "policy tied", "bf16", *EXPERTS])
+@pytest.mark.parametrize("model", ["policy", "policy tied", "bf16", *EXPERTS, *TOWER])
 def test_weights_and_optimizer_survive_a_chain_of_engines(ranks, model: str) -> None:
     """Every weight, moment and main parameter, and the step, after every hop, to the bit."""
     for rank in ranks:

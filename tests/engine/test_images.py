@@ -1,11 +1,14 @@
-"""Vision-language models in Megatron's engine, in every layout of two ranks, against transformers, one sample at a time."""
+"""Vision-language models in both engines, in every layout of two ranks, against transformers, one sample at a time."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.data.tokenizers import load_tokenizer
+from tests.engine.lora_oracle import PREFIX, noise_of
 from tests.models.vision_cases import (
     IMAGE_TOKEN,
     KINDS,
@@ -30,6 +34,9 @@ from tests.worlds import spawn_world
 # fp32 in another order of sums; of a gradient, relative to the largest number of its tensor.
 TOLERANCE = 1e-5
 SP = {"tp": 2, "sequence_parallel": True}
+FSDP2 = {"engine": "fsdp2"}
+LORA = {"rank": 4, "alpha": 2.0}
+# A policy, a critic, and a policy with adapters.
 BOTH, ACTS, VALUES = ("policy", "critic"), ("policy",), ("critic",)
 # name -> (kinds of model, roles, layout, settings of the section)
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
@@ -39,8 +46,20 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], dict[st
     "pp": (("qwen2_5_vl", "qwen3_vl"), BOTH, {"pp": 2}, {"recompute": "full"}),
     "sp": (("qwen3_vl",), VALUES, SP, {"recompute": "full"}),
     "frozen": (("qwen3_vl",), ACTS, SP, {"freeze": ["visual"]}),
+    "fsdp2": (("qwen2_5_vl", "qwen3_vl"), BOTH, {}, FSDP2 | {"micro_batch_tokens": 24}),
+    "fsdp2 tp": (("qwen2_5_vl",), ACTS, {"tp": 2}, FSDP2),
+    "fsdp2 sp": (("qwen3_vl",), VALUES, SP, FSDP2 | {"recompute": "full"}),
+    "fsdp2 cp": (("qwen3_vl",), ACTS, {"cp": 2}, FSDP2),
+    "lora": (("qwen3_vl",), ("adapted",), SP, {"lora": LORA, "recompute": "full"}),
+    "fsdp2 lora": (("qwen2_5_vl",), ("adapted",), {}, FSDP2 | {"lora": LORA}),
+    "fsdp2 frozen": (("qwen3_vl",), ACTS, {}, FSDP2 | {"freeze": ["visual"], "recompute": "selective"}),
 }
-CONTROLS = ("plain positions", "skipped tower", "deepstack without gradients")
+CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain positions": ({"tp": 2}, {}),
+    "skipped tower": ({"tp": 2}, {}),
+    "deepstack without gradients": ({"tp": 2}, {}),
+    "fsdp2: deepstack without gradients": ({}, FSDP2),
+}
 
 
 def samples_of(folder: Path, kind: str) -> tuple[list[Sample], Any]:
@@ -72,14 +91,14 @@ def of_two_ranks(rank: int, folder: str) -> dict[Any, Any]:
             for role in roles if kind in kinds else ():
                 found[kind, name, role] = pass_of(Path(folder, kind), samples, images, role, parallel, settings)
     samples, images = samples_of(Path(folder), "qwen3_vl")
-    for control in CONTROLS:
+    for control, layout in CONTROLS.items():
         with fault(control):
-            found[control] = pass_of(Path(folder, "qwen3_vl"), samples, images, "policy", {"tp": 2}, {})
+            found[control] = pass_of(Path(folder, "qwen3_vl"), samples, images, "policy", *layout)
     return found
 
 
 def fault(control: str) -> Any:
-    from megappo.models import gpt
+    from megappo.models import gpt, hf_classes
 
     def plain(tokens: torch.Tensor, cu_seqlens: torch.Tensor, _images: Any) -> torch.Tensor:
         return torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()]).expand(3, -1)
@@ -87,17 +106,23 @@ def fault(control: str) -> Any:
     def skipped(*args: Any) -> list[torch.Tensor]:
         return [0.0 * one for one in gpt_features(*args)]
 
-    gpt_features = gpt.features_of
+    def detached(*args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        first, later = placed(*args)
+        return first, [one.detach() for one in later]
+
+    gpt_features, placed = gpt.features_of, hf_classes.placed
     replaced = {
-        "plain positions": ("positions_of", plain),
-        "skipped tower": ("features_of", skipped),
-        "deepstack without gradients": ("Deferred", mock.Mock(apply=lambda _leaves, embedded, *_: embedded)),
+        "plain positions": (gpt, "positions_of", plain),
+        "skipped tower": (gpt, "features_of", skipped),
+        "deepstack without gradients": (gpt, "Deferred", mock.Mock(apply=lambda _leaves, embedded, *_: embedded)),
+        "fsdp2: deepstack without gradients": (hf_classes, "placed", detached),
     }
-    return mock.patch.object(gpt, *replaced[control])
+    return mock.patch.object(*replaced[control])
 
 
 def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel: dict, settings: dict) -> dict[str, Any]:
     """Log-probs or values, and gradients, of the sum of weight * output."""
+    from megappo.commands.verify.measure import gather_tensors
     from megappo.config.role_sections import ModelConfig
     from megappo.config.run_sections import TimeoutsConfig
     from megappo.engine.build import RoleEngines
@@ -105,32 +130,58 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
     from megappo.engine.losses import LossOutput
     from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import LanguageModel
+    from tests.engine.lora_oracle import write_noise
     from tests.engine.test_any_family import whole_tensors
     from tests.engine.whole import Whole
 
     is_critic = role == "critic"
-    # A sharded optimizer has the sum of its own shard alone.
-    common = dict(dtype="fp32", micro_batch_tokens=64, parallel=parallel, optimizer={"distributed": False}) | settings
+    # Megatron's sharded optimizer has the sum of its own shard alone.
+    common: dict[str, Any] = dict(dtype="fp32", micro_batch_tokens=64, parallel=parallel) | settings
+    if "engine" not in settings:
+        common["optimizer"] = {"distributed": False}
     section = CriticConfig.model_validate(common) if is_critic else PolicyConfig.model_validate(common | {"model": str(path)})
     head: Any = {"value_head": "normal"} if is_critic else {}
     spec = EngineSpec(role, str(path), read_arch(path), section, total_updates=10, images=images.store, **head)
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     engine: Any = Whole(engines.build(spec))  # type: ignore[arg-type]
+    if role == "adapted":
+        with torch.no_grad():
+            write_noise(engine)
     model = LanguageModel(engine, 1.0)
 
     def loss(output: Any, micro: PackedBatch) -> LossOutput:
         rows = output if is_critic else model.token_logprobs(output, micro, want_entropy=False)[0]
         return LossOutput(loss_sum=(rows * micro["weight"]).sum(), tokens={"rows": rows})
 
-    with engine.train_mode():
+    with engine.train_mode(), images_of_passes() as seen:
         engine.optimizer_zero_grad()
         result = engine.forward_backward(weighted(samples), loss, reads=("weight",))
         local = engine.named_gradients()
-        gradients = whole_tensors(engine, local)
+        gradients = gather_tensors(local, engine).tensors if role == "adapted" else whole_tensors(engine, local)
+    if role == "adapted":
+        engine.export(path.parent / f"{path.name} adapted", path)
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, sorted(local))
+    dist.all_gather_object(held, (sorted(local), seen))
     engines.close()
-    return {"rows": result.tokens["rows"], "gradients": gradients, "trained": sorted({name for names in held for name in names})}
+    trained = sorted({name for names, _ in held for name in names})
+    return {"rows": result.tokens["rows"], "gradients": gradients, "trained": trained, "seen": [one for _, one in held]}
+
+
+@contextlib.contextmanager
+def images_of_passes() -> Iterator[list[int]]:
+    """Number of the images of every pass through a tower of engine fsdp2, 0 for one that no token asked for."""
+    from megappo.models import hf_classes
+
+    seen: list[int] = []
+    seen_in = hf_classes.seen_in
+
+    def recorded(*args: Any) -> Any:
+        found = seen_in(*args)
+        seen.append(len(found.images))
+        return found
+
+    with mock.patch.object(hf_classes, "seen_in", recorded):
+        yield seen
 
 
 # ------------------------------------------------------------------------------------------------------------------ oracle
@@ -143,6 +194,8 @@ def of_transformers(folder: Path, kind: str, role: str) -> dict[str, Any]:
     hidden = model.config.text_config.hidden_size
     head = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) * (hidden + 1) ** -0.5  # as `fill_value_head`
     head.requires_grad_()
+    if role == "adapted":
+        model = with_adapters(model)
     for sample, weight in zip(samples, weights):
         if role == "critic":
             out = (model.model(**inputs_of(sample, images)).last_hidden_state[0] @ head.t())[:, 0]
@@ -151,10 +204,26 @@ def of_transformers(folder: Path, kind: str, role: str) -> dict[str, Any]:
         rows.append(out.detach())
         total = total + (out * weight).sum()
     total.backward()
-    gradients = {text_only_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {our_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
     if role == "critic":
         gradients["score.weight"] = head.grad
     return {"rows": torch.cat(rows), "gradients": gradients}
+
+
+def with_adapters(model: Any) -> Any:
+    """PEFT's on the language model alone, at a start in which nothing is zero."""
+    targets = r".*\.language_model\.layers\..*_proj"
+    adapted: Any = peft.get_peft_model(
+        model, peft.LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets)
+    ).eval()
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(noise_of(our_name(name), tuple(parameter.shape)))
+    return adapted
+
+
+def our_name(name: str) -> str:
+    return text_only_name(name.removeprefix(PREFIX).replace(".default.weight", ".weight"))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +243,7 @@ def found(folder: Path) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> dict[Any, Any]:
-    return {(kind, role): of_transformers(folder, kind, role) for kind in KINDS for role in ("policy", "critic")}
+    return {(kind, role): of_transformers(folder, kind, role) for kind in KINDS for role in ("policy", "critic", "adapted")}
 
 
 def error_of(mine: dict[str, Any], theirs: dict[str, Any], names: set[str] | None = None) -> float:
@@ -193,16 +262,40 @@ def error_of(mine: dict[str, Any], theirs: dict[str, Any], names: set[str] | Non
 def test_a_layout_is_transformers(found, oracle, kind: str, name: str, role: str) -> None:
     mine, theirs = found[kind, name, role], oracle[kind, role]
     assert (mine["rows"] - theirs["rows"]).abs().max() < TOLERANCE
-    trained = {one for one in theirs["gradients"] if not (name == "frozen" and one.startswith("visual."))}
+    frozen = "freeze" in CASES[name][-1]
+    trained = {one for one in theirs["gradients"] if not (frozen and one.startswith("visual."))}
     assert error_of(mine["gradients"], theirs["gradients"], trained) < TOLERANCE
-    assert any(one.startswith("visual.") for one in mine["trained"]) == (name != "frozen")
+    assert any(one.startswith("visual.") for one in mine["trained"]) == (not frozen and role != "adapted")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_vl", "lora"), ("qwen2_5_vl", "fsdp2 lora")])
+def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, name: str) -> None:
+    """The merged model in transformers, and the adapters on the source in PEFT, which adapts no layer of the tower."""
+    samples, images = samples_of(folder, kind)
+    export, model_class = folder / f"{kind} adapted", KINDS[kind][1]
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    merged = model_class.from_pretrained(export, **how)
+    adapted: Any = peft.PeftModel.from_pretrained(model_class.from_pretrained(folder / kind, **how), export / "adapter").eval()
+    assert not [one for one, _ in adapted.named_parameters() if "lora" in one and "visual" in one]
+    for model in (merged, adapted):
+        with torch.no_grad():
+            rows = torch.cat([one for sample in samples for one in (torch.zeros(1), logprobs_alone(model, sample, images))])
+        assert (found[kind, name, "adapted"]["rows"] - rows).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_a_rank_without_an_image_enters_the_tower(found, role: str) -> None:
+    """Of the same number of micro-batches some have no image on one rank, and some on none: the gradients above are right, and no
+    rank waited for another."""
+    first, second = found["qwen3_vl", "fsdp2", role]["seen"]
+    assert len(first) == len(second) > 1 and 0 in first + second and first != second
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_fault_is_seen(found, oracle, control: str) -> None:
     """Negative control."""
     mine, theirs = found[control], oracle["qwen3_vl", "policy"]
-    if control == "deepstack without gradients":
+    if "deepstack" in control:
         assert error_of(mine["gradients"], theirs["gradients"]) > 100 * TOLERANCE
     else:
         assert (mine["rows"] - theirs["rows"]).abs().max() > 1000 * TOLERANCE

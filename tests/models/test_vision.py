@@ -12,8 +12,10 @@ import transformers
 
 from megappo.data.images import IMAGE_BASE
 from megappo.data.packing import pack
+from megappo.models.hf_classes import build_on_meta, fill_buffers
 from megappo.models.hf_config import arch_for, arch_of, read_arch
-from megappo.models.vision import positions_of, seen_in
+from megappo.models.rope import inverse_frequencies
+from megappo.models.vision import positions_of, seen_in, tower_of
 from megappo.models.vision_families import tower_shape
 from megappo.models.weight_check import check_headers
 from tests.models.vision_cases import IMAGE_TOKEN, KINDS, Sample, images_of, inputs_of, write_questions, write_vision_checkpoint
@@ -37,11 +39,7 @@ def test_the_tensors_are_those_of_transformers(folder: Path, kind: str) -> None:
 
 def test_keys_at_the_top_level_are_the_language_models(folder: Path) -> None:
     """Qwen2.5-VL's files on the hub, with their name of the rotary embedding."""
-    config = json.loads((folder / "qwen2_5_vl" / "config.json").read_text())
-    text = config.pop("text_config")
-    rope = text.pop("rope_parameters")
-    flat = {**text, **config, "rope_theta": rope["rope_theta"]}
-    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = as_on_the_hub(folder / "qwen2_5_vl")
     assert arch_of(flat) == read_arch(folder / "qwen2_5_vl")
     del flat["vision_config"]["hidden_size"]
     with pytest.raises(ValueError, match="has no hidden_size, which its tower needs"):
@@ -60,11 +58,27 @@ def test_keys_of_a_tower_that_transformers_leaves_out_have_its_defaults() -> Non
     assert (other.tensors, tower_shape(other)) == (vision.tensors, tower_shape(vision))
 
 
-def test_fsdp2_refuses_a_tower_in_one_line(folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match="engine fsdp2 does not run the tower of Qwen3VLForConditionalGeneration; set engine megatron"
-    ):
-        arch_for(folder / "qwen3_vl", "fsdp2")
+def as_on_the_hub(path: Path) -> dict[str, Any]:
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope["rope_theta"]}
+    return flat | {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+
+
+def test_fsdp2_builds_the_text_only_class_beside_the_tower(folder: Path, tmp_path: Path) -> None:
+    """Of a file of the hub: its angles, and the buffers that no checkpoint brings, are those of whole models."""
+    config = as_on_the_hub(folder / "qwen2_5_vl") | {"rope_theta": 7e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = arch_for(tmp_path, "fsdp2")
+    assert arch.vision is not None
+    model: Any = build_on_meta(str(tmp_path), head_rows=0, dtype=torch.float32, vision=arch.vision)
+    model.to_empty(device="cpu")
+    fill_buffers(model)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert torch.equal(model.model.rotary_emb.inv_freq, inverse_frequencies(arch.rope, arch.head_dim)[0])
+    whole = dict(tower_of(arch.vision, torch.float32).named_buffers())
+    assert whole and all(torch.equal(buffer, whole[name]) for name, buffer in model.visual.named_buffers())
 
 
 @pytest.mark.parametrize("kind", KINDS)

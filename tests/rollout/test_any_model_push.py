@@ -16,6 +16,7 @@ import torch
 from megappo.config.role_sections import LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import AlgorithmConfig
+from megappo.data.images import ImageStore
 from megappo.data.packing import ROUTES, Ragged
 from megappo.models.hf_config import arch_for
 from megappo.parallel import cpu_patches
@@ -158,14 +159,14 @@ def with_old_absorbed_weights(engine: Any, policy: Any) -> float:
     return distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
 
-def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
+def sharded_policy(path: str, lora: LoraConfig | None = None, images: ImageStore | None = None) -> Any:
     from megappo.engine.build import RoleEngines
     from megappo.engine.factory import EngineSpec
     from megappo.trainer.roles import Policy
 
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-5)
     section = PolicyConfig(model=path, engine="fsdp2", dtype="fp32", micro_batch_tokens=256, optimizer=optimizer, lora=lora)
-    spec = EngineSpec("policy", path, arch_for(path, "fsdp2"), section, total_updates=10)
+    spec = EngineSpec("policy", path, arch_for(path, "fsdp2"), section, total_updates=10, images=images)
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     return on_whole_batches(Policy(engines.build(spec), 1.0, AlgorithmConfig()))  # type: ignore[arg-type]
 

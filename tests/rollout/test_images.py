@@ -19,6 +19,7 @@ from tests.models.vision_cases import KINDS, write_questions, write_vision_check
 from tests.rollout.engines import make_engine
 from tests.rollout.policies import distance, make_policy
 from tests.rollout.responses import generate_all
+from tests.rollout.test_any_model_push import sharded_policy
 from tests.worlds import spawn_world
 
 TOLERANCE = 1e-4
@@ -71,7 +72,22 @@ def of_two_ranks(_rank: int, folder: str) -> dict[str, Any]:
                 restore_normalisation(worker)
             engine.push_weights(5)
             of_kind["restored constants"] = far()
+            if kind == "qwen2_5_vl":
+                of_kind |= from_fsdp2(engine, path, images, asked)
     return found
+
+
+def from_fsdp2(engine: Any, path: str, images: Any, asked: list[Request]) -> dict[str, Any]:
+    """The same vLLM, with the weights of another engine."""
+    policy = sharded_policy(path, images=images.store)
+    scale_tower(policy, 1.2)
+    engine.connect(policy.engine)
+    verified = engine.push_weights(6)["verified"]
+    drawn = generate_all(engine, asked, SAMPLING)
+    own = generate_all(MegatronRollout(policy.engine._engine), asked, GREEDY)
+    best = generate_all(engine, asked, GREEDY)
+    same = [one.tokens.tolist() for one in own] == [one.tokens.tolist() for one in best]
+    return {"fsdp2": distance(policy, asked, drawn), "fsdp2 verified": verified, "fsdp2 both samplers": same}
 
 
 def scale_tower(policy: Any, factor: float) -> None:
@@ -104,6 +120,11 @@ def test_the_sampler_sees_what_the_trainer_sees(found, kind: str) -> None:
     assert found[kind]["verified"] == 1.0 and found[kind]["both samplers"]
     for when in ("pushed", "pushed again", "new features", "restored constants"):
         assert found[kind][when] < TOLERANCE, when
+
+
+def test_the_sampler_sees_what_fsdp2_sees(found) -> None:
+    of_kind = found["qwen2_5_vl"]
+    assert of_kind["fsdp2 verified"] == 1.0 and of_kind["fsdp2 both samplers"] and of_kind["fsdp2"] < TOLERANCE
 
 
 @pytest.mark.parametrize("fault", ["stale", "old features", "other constants"])

@@ -206,21 +206,18 @@ def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: Parallel
         fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
         raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
     if arch.vision is not None:
-        _check_tower(key, section, arch, layout)
+        _check_tower(key, arch, layout)
     if isinstance(section, TrainableConfig):
         _check_training(key, section, arch, layout)
 
 
-def _check_tower(key: str, section: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+def _check_tower(key: str, arch: ModelArch, layout: ParallelLayout) -> None:
     assert arch.vision is not None
     first = layout.chunk_layers(arch.num_layers, 0, 0)
     if len(first) < arch.vision.deepstack:
         chunk = f"the first stage has {len(first)} layers" if layout.vpp == 1 else f"the first chunk has {len(first)} layers"
         fix = f"{chunk}, and features of images enter the first {arch.vision.deepstack}; lower pp or vpp, or set layers_per_stage"
         raise ConfigError(problem(f"{key}.parallel.pp", layout.pp, fix))
-    if isinstance(section, TrainableConfig) and section.lora is not None:
-        fix = f"adapters of {arch.architecture}, whose tower is not adapted, are not there yet; train in full, or freeze: [visual]"
-        raise ConfigError(problem(f"{key}.lora", section.lora.model_dump(exclude_defaults=True), fix))
 
 
 def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout: ParallelLayout) -> None:
@@ -253,8 +250,9 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
-    if config.rollout.adapter == "separate" and (arch.keeps_scores or arch.family not in FAMILIES):
-        fix = f"vLLM's names of the layers of this {arch.family} model are not known; set it to merged"
+    if config.rollout.adapter == "separate" and (arch.keeps_scores or arch.family not in FAMILIES or arch.vision is not None):
+        model = arch.family if arch.vision is None else arch.architecture
+        fix = f"vLLM's names of the layers of this {model} model are not known; set it to merged"
         raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
     if config.rollout.adapter == "separate" and (arch.latent is not None or arch.delta is not None):
         of = "latent attention" if arch.delta is None else "delta nets"

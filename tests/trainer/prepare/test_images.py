@@ -59,7 +59,7 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
     other = folder / "other.jsonl"
     lines = [{"prompt": "<image>", "answer": "1", "images": name} for name in ("3.png", "0.png")]
     other.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    config = config_of(folder, data__eval=str(other))
+    config = config_of(folder, data__eval=str(other), critic__engine="fsdp2")
     checked = check_run(config, 1, "cpu")
     data = load_run_data(config, checked.archs["policy"])
     assert data.images is not None and len(data.images.store) == 4
@@ -75,8 +75,10 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
         ({"policy__model": "text"}, "data.image_key = .*images.*policy.model .*text .Qwen3ForCausalLM. reads text alone"),
         ({"critic__model": "text"}, "critic.model .*text .* reads text alone"),
         ({"critic__model": "qwen2_5_vl"}, "critic.model = .*its tower differs from that of policy .patch 14, not 16."),
-        ({"policy__engine": "fsdp2"}, "policy.model.*engine fsdp2 does not run the tower"),
-        ({"critic__lora": {}}, "critic.lora.*not there yet"),
+        (
+            {"policy__lora": {}, "reference__model": "qwen3_vl", "rollout__engine": "vllm", "rollout__adapter": "separate"},
+            "rollout.adapter.*Qwen3VLFor.*merged",
+        ),
         (
             {"critic__parallel": {"pp": 4}},
             "critic.parallel.pp = 4: the first stage has 1 layers, and features of images enter the first 2",
@@ -86,7 +88,7 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
-    for key in ("policy__model", "critic__model"):
+    for key in ("policy__model", "critic__model", "reference__model"):
         if key in changes:
             changes = {**changes, key: str(folder / changes[key])}
     with pytest.raises((ConfigError, ValueError), match=words) as error:
