@@ -244,7 +244,7 @@ def cut(batch, seed, epochs=1, mode="token-mean"):
 
 
 def order_of(batch, seed, epochs=1):
-    return [share.tokens[share.cu_seqlens[:-1].long()].tolist() for share, _, _ in cut(batch, seed, epochs)]
+    return [share.tokens[share.cu_seqlens[:-1].long()].tolist() for share, *_ in cut(batch, seed, epochs)]
 
 
 def visits_all_once(minis, count, epochs):
@@ -283,7 +283,7 @@ MODES = {
 def wrong_weights(mode, minis):
     weight_of, share_of = MODES[mode]
     wrong = []
-    for mini, denominator, lengths in minis:
+    for mini, denominator, lengths, _ in minis:
         assert torch.equal(lengths, mini.lengths), "alone, a rank has all samples"
         sampled = [int(n) - 1 for n in mini.lengths]
         want = [0.0 if place == 0 else weight_of(n) for n in sampled for place in range(n + 1)]
@@ -305,7 +305,7 @@ def test_the_weights_of_another_mode_are_noticed(mode):
 def test_a_mini_batch_without_sampled_tokens_has_a_denominator():
     batch = numbered(4)
     empty = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
-    assert [(float(mini["weight"].sum()), d) for mini, d, _ in cut(empty, 0)] == [(0.0, 1.0)]
+    assert [(float(mini["weight"].sum()), d) for mini, d, *_ in cut(empty, 0)] == [(0.0, 1.0)]
 
 
 class Counting:
