@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,6 @@ from megappo.config.schema import RolloutConfig
 from megappo.parallel.consensus import warn_once
 from megappo.rewards.base import TooFewVerdicts
 from megappo.rollout.generation import generate
-from megappo.trainer.evaluation import push_policy
 from megappo.trainer.experience.collect import LOST, collect, prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
@@ -120,7 +120,8 @@ class RolloutSide:
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Stage 7: push the policy's current weights, which must be resident, into the engine; return figures of the push."""
-        return push_policy(self.engine, None if self.policy is None else self.policy.engine, version)
+        with nullcontext() if self.policy is None else self.policy.engine.eval_mode():
+            return self.engine.push_weights(version)
 
     def close(self) -> None:
         self.scorer.close()
