@@ -309,7 +309,7 @@ def test_config_prints_what_loads_again(tmp_path, capsys):
     assert run(capsys, "config", tmp_path / "resolved.yaml")[1] == out
     code, out, _ = run(capsys, "config", "--schema")
     assert code == 0 and "policy" in json.loads(out)["properties"]
-    assert "reward" not in json.loads(run(capsys, "config", "--sft", "--schema")[1])["properties"]
+    assert "critic" not in json.loads(run(capsys, "config", "--sft", "--schema")[1])["properties"]
 
 
 def write_sft(folder):
