@@ -216,7 +216,10 @@ def test_long_seeded_prompts_are_not_cut_in_pieces_on_a_cpu(world):
     for result in world:
         long = result["long"]
         assert len(long["together"]) // RANKS * LONG > long["at once"], "those of a replica do not fit at once"
-        assert long["together"] == long["alone"]
+        for together, alone in zip(long["together"], long["alone"], strict=True):
+            # A product of more rows is rounded otherwise on some processors; another seed would draw other tokens.
+            assert {**together, "logprobs": None} == {**alone, "logprobs": None}
+            assert together["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-5)
         assert long["longest"] == [12, 12], "a prompt longer than what vLLM takes at once by default"
         assert "CPU Generator does not use offset" in long["chunked"], "negative control"
 
