@@ -49,7 +49,7 @@ class Batches:
         """Return the batch of a number in the engine."""
         return self.by_number[request // BATCH]
 
-    def open(self, number: int, batch: Batch) -> list[Request]:
+    def begin(self, number: int, batch: Batch) -> list[Request]:
         """Deal the requests of a batch; return this replica's. They do not wait yet."""
         batch.live_after = list(self._live_after)
         mine = [_numbered(number, one) for one in batch.requests if self._is_mine(one, batch.live_after)]

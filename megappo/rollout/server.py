@@ -326,7 +326,7 @@ class _Server:
 
     def _open(self, number: int, key: str, requests: Sequence[Request], sampling: SamplingParams) -> list[Request]:
         """Return this replica's requests."""
-        return self._batches.open(number, Batch(key, requests, sampling))
+        return self._batches.begin(number, Batch(key, requests, sampling))
 
     def _restore(self, path: str, steps: Mapping[int, Sequence[int]]) -> None:
         """Go on from a checkpoint; its replicas' requests are dealt to those of now."""
