@@ -18,16 +18,20 @@ LLAMA = dict(
     max_position_embeddings=128,
 )
 
-# (1, 1) on 2 ranks is dp 2.
+# (1, 1) on 2 ranks is dp 2. Other cases than llama are in one of these, and in DENSE_LAYOUT, with sequence parallel and stages.
 LOGIT_LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
+OF_ALL_CASES = LOGIT_LAYOUTS[1:2]
 EXPORT_LAYOUTS = [(2, 1, True), (1, 2, False), (2, 2, False)]
 
-SHAPE_CASES = ["llama", "llama3_tied", "qwen2_tied", "qwen3"]
-SHAPE_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)]
+# Their shapes are those of tests/models/test_meta.py; here are the marks that Megatron reads.
+SHAPE_CASES = ["llama", "qwen2_tied", "qwen3"]
+SHAPE_LAYOUTS = [(2, 1, True), (1, 2, False)]
 
+# All layouts of llama are those of tests/parity, with its critic.
 GRADIENT_CASES = ["llama", "qwen2_tied", "qwen3", "ministral3_tied"]
-GRADIENT_JOBS = [(case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS]
-GRADIENT_JOBS += [("qwen3_5", layout, False, "none") for layout in LOGIT_LAYOUTS]  # transformers has no class for its critic
+GRADIENT_JOBS = [(case, layout, False, "none") for case in GRADIENT_CASES for layout in ((2, 1, False), (1, 2, False))]
+GRADIENT_JOBS += [(case, (2, 1, True), True, "none") for case in GRADIENT_CASES]
+GRADIENT_JOBS += [("qwen3_5", (2, 1, False), False, "none")]  # transformers has no class for its critic
 RECOMPUTE_JOBS = [
     ("llama", layout, critic, kind)
     for kind in ("selective", "full")

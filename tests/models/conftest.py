@@ -15,6 +15,7 @@ from tests.models.cases import (
     GRADIENT_JOBS,
     LEARNING_RATE,
     LOGIT_LAYOUTS,
+    OF_ALL_CASES,
     RECOMPUTE_JOBS,
     SHAPE_CASES,
     SHAPE_LAYOUTS,
@@ -43,13 +44,14 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(checkpoints):
-    """[rank]{"logits", "bf16_logits", "gradients", "bf16_step"} of a world of 2."""
+    """[rank]{"logits", "logits of llama", "altered", "bf16_logits", "gradients", "bf16_step"} of a world of 2."""
     folder = str(checkpoints)
     return spawn_world(
         worlds.run_all,
         2,
         {
-            "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], LOGIT_LAYOUTS)),
+            "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], OF_ALL_CASES)),
+            "logits of llama": (worlds.logits_errors, (folder, ["llama"], LOGIT_LAYOUTS)),
             "altered": (worlds.altered_errors, (folder, "gemma3", ALTERED)),
             "bf16_logits": (worlds.logits_errors, (folder, BF16_CASES, BF16_LAYOUTS, torch.bfloat16)),
             "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),

@@ -83,7 +83,8 @@ COEFFICIENT = 3.0
 
 @dataclass(frozen=True)
 class Job:
-    """One training pass of a case. budget: tokens of a micro-batch; distributed: optimizer; fault: see `_broken`."""
+    """One pass of a case, which trains unless log-probs alone show what it is for. budget: tokens of a micro-batch; distributed:
+    optimizer; fault: see `_broken`."""
 
     case: str
     layout: ParallelLayout
@@ -97,6 +98,10 @@ class Job:
     """`given` routes, the model's `own`, or those of the `next` token."""
     lora: bool = False
     """Adapters of `LORA` train, started as `noise_of` their names."""
+
+    @property
+    def trains(self) -> bool:
+        return self.dtype == "fp32" and self.fault not in (*ROUTER_FAULTS, *OSS_FAULTS, *NEXT_FAULTS)
 
     def __str__(self) -> str:
         sharded = " sharded optimizer" if self.distributed else ""
@@ -375,6 +380,8 @@ def _run(folder: Path, job: Job) -> dict:
             return LossOutput(loss_sum=(logprob * micro["weight"]).sum(), tokens={"logprob": logprob})
 
         evaluated, _ = model.logprobs(batch, want_entropy=False)
+        if not job.trains:
+            return {"logprob": evaluated, "evaluated": evaluated, "corrections": _corrections(engine)}
         with engine.train_mode():
             engine.optimizer_zero_grad()
             result: Any = engine.forward_backward(batch, loss_of, reads=("weight", ROUTES))
@@ -386,16 +393,17 @@ def _run(folder: Path, job: Job) -> dict:
         "evaluated": evaluated,
         "norm": norm,
         "pieces": pieces,
-        "corrections": {
-            int(name.split(".")[2]): parameter.detach().clone()
-            for name, parameter in engine.named_parameters().items()
-            if "correction" in name
-        },
+        "corrections": _corrections(engine),
         "tokens": result.router.tokens,
         "loss": result.router.balance_loss,
         "num_micro_batches": result.num_micro_batches,
         "counts": (result.sums.get("routes_sum", 0.0), result.sums.get("rerouted_sum", 0.0)),
     }
+
+
+def _corrections(engine) -> dict[int, torch.Tensor]:
+    parameters = engine.named_parameters().items()
+    return {int(name.split(".")[2]): parameter.detach().clone() for name, parameter in parameters if "correction" in name}
 
 
 def _gradient_pieces(engine) -> list[tuple]:
@@ -427,7 +435,7 @@ def _engine(folder: Path, job: Job):
         lora=LORA if job.lora else None,
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
     )
-    spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
+    spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10 if job.trains else None)
     return build_megatron(spec, _groups(job.layout), device=torch.device("cpu"))
 
 

@@ -1,14 +1,16 @@
 import torch
 import transformers
 
-from tests.models.cases import ALTERED, BF16_CASES, BF16_LAYOUTS, DENSE_LAYOUT, LOGIT_LAYOUTS
+from tests.models.cases import ALTERED, BF16_CASES, BF16_LAYOUTS, DENSE_LAYOUT, LOGIT_LAYOUTS, OF_ALL_CASES
 from tests.models.checkpoints import CASES, COMPOSITE, reference_logits
 
 
 def test_logits_equal_transformers_in_every_layout(two_ranks, four_ranks):
     """fp32, packed in one batch here and one sequence at a time there; measured errors are about 4e-6."""
-    errors = {key: error for rank in [*two_ranks, *four_ranks] for key, (error, _) in rank["logits"].items()}
-    expected = {(case, layout) for case in (*CASES, COMPOSITE) for layout in LOGIT_LAYOUTS}
+    found = [*(rank["logits"] for rank in [*two_ranks, *four_ranks]), *(rank["logits of llama"] for rank in two_ranks)]
+    errors = {key: error for each in found for key, (error, _) in each.items()}
+    expected = {(case, layout) for case in (*CASES, COMPOSITE) for layout in OF_ALL_CASES}
+    expected |= {("llama", layout) for layout in LOGIT_LAYOUTS}
     assert errors.keys() == expected | {(case, DENSE_LAYOUT) for case in CASES}
     assert max(errors.values()) < 1e-4, errors
 

@@ -1,6 +1,9 @@
-"""Parameters on the meta device against models that are really built, for every family and every layout of the parity matrix."""
+"""Parameters on the meta device against models that are really built, for every family and every cut of the parity matrix."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -19,20 +22,36 @@ RANKS = 4
 OTHERS: list[Sizes] = [{**SP, "pp": 2}, {"pp": 2, "vpp": 2}]
 
 
+@cache
 def arch(model: str) -> ModelArch:
     stem, _ = {**CASES, **EXPERT_CASES}[model]
     config = hf_config(model, num_hidden_layers=4, num_key_value_heads=4, architectures=[f"{stem}ForCausalLM"])
     return arch_of(config.to_dict())
 
 
-def cases() -> list[tuple[str, ParallelLayout]]:
-    """The matrix's models in its layouts (those of two ranks with twice the data-parallel ranks), the other families in two."""
+@cache
+def cases() -> list[tuple[str, ParallelLayout, bool]]:
+    """(model, layout, value head): the matrix's models in its layouts (those of two ranks with twice the data-parallel ranks), each
+    cut of the parameters once, the other families in two. llama in each with and without a value head, the others in turn."""
     families = {arch(model).family: model for model in (*CASES, *MODELS)}  # of the matrix where it has the family
     found = []
     for model in dict.fromkeys((*families.values(), *MODELS)):
         sizes = [size for table in MODELS.get(model, {}).values() for case in table for size in as_pair(case)] or OTHERS
-        found += [(model, layout) for layout in dict.fromkeys(ParallelLayout(RANKS, **size) for size in sizes)]
+        cuts = {cut_of(layout): layout for layout in (ParallelLayout(RANKS, **size) for size in sizes)}
+        heads = [(False, True) if model == "llama" else (number % 2 == 1,) for number in range(len(cuts))]
+        found += [(model, layout, head) for layout, both in zip(cuts.values(), heads) for head in both]
     return found
+
+
+def cut_of(layout: ParallelLayout) -> tuple[Any, ...]:
+    """What the parameters depend on: not replicas, nor context ranks, nor where activations lie."""
+    return layout.tp, layout.pp, layout.vpp, layout.layers_per_stage, layout.ep, layout.etp
+
+
+def ranks_of(model: str, layout: ParallelLayout) -> list[int]:
+    """Ranks whose parameters may differ."""
+    places = [(rank, layout.coordinates(rank)) for rank in range(RANKS)]
+    return [rank for rank, at in places if arch(model).moe is not None or at.dp == at.cp == 0]
 
 
 def as_pair(case) -> tuple[Sizes, ...]:
@@ -40,7 +59,7 @@ def as_pair(case) -> tuple[Sizes, ...]:
 
 
 def build_all(rank: int) -> list[dict[str, tuple]]:
-    """Of every case and role: name -> (shape, dtype) of this rank's parameters, on the CPU."""
+    """Of every case: name -> (shape, dtype) of this rank's parameters, on the CPU."""
     from megappo.models.build import build_model
     from megappo.models.gpt import named_parameters
     from megappo.parallel import cpu_patches
@@ -48,13 +67,12 @@ def build_all(rank: int) -> list[dict[str, tuple]]:
 
     cpu_patches.install()
     built = []
-    for model, layout in cases():
+    for model, layout, value_head in cases():
         groups = build_groups(layout)
-        for value_head in (False, True):
-            chunks = build_model(arch(model), groups, dtype=torch.bfloat16, value_head=value_head)
-            assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"cpu"}
-            built.append({name: (tuple(p.shape), p.dtype) for name, p in named_parameters(chunks).items()})
-            del chunks
+        chunks = build_model(arch(model), groups, dtype=torch.bfloat16, value_head=value_head)
+        assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"cpu"}
+        built.append({name: (tuple(p.shape), p.dtype) for name, p in named_parameters(chunks).items()})
+        del chunks
         destroy_groups(groups)
     return built
 
@@ -65,23 +83,20 @@ def built() -> list[list[dict[str, tuple]]]:
 
 
 def test_meta_models_have_the_parameters_of_built_ones(built) -> None:
-    for index, (model, layout) in enumerate(cases()):
-        for value_head in (False, True):
-            for rank in range(RANKS):
-                counted = parameters_of_rank(arch(model), layout, rank, value_head=value_head)
-                assert {p.device.type for p in counted.values()} == {"meta"}
-                expected = built[rank][2 * index + value_head]
-                assert {name: (tuple(p.shape), p.dtype) for name, p in counted.items()} == expected, (model, layout, rank)
+    for index, (model, layout, value_head) in enumerate(cases()):
+        for rank in ranks_of(model, layout):
+            counted = parameters_of_rank(arch(model), layout, rank, value_head=value_head)
+            assert {p.device.type for p in counted.values()} == {"meta"}
+            found = {name: (tuple(p.shape), p.dtype) for name, p in counted.items()}
+            assert found == built[rank][index], (model, layout, rank)
 
 
 def test_the_plan_counts_what_is_built(built) -> None:
-    for index, (model, layout) in enumerate(cases()):
-        for value_head in (False, True):
-            for rank in range(RANKS):
-                stage = layout.coordinates(rank).pp
-                parameters = built[rank][2 * index + value_head]
-                total = sum(torch.Size(shape).numel() for shape, _ in parameters.values())
-                assert count_parameters(arch(model), layout, stage, value_head).total == total, (model, layout, rank)
+    for index, (model, layout, value_head) in enumerate(cases()):
+        for rank in range(RANKS):
+            stage = layout.coordinates(rank).pp
+            total = sum(torch.Size(shape).numel() for shape, _ in built[rank][index].values())
+            assert count_parameters(arch(model), layout, stage, value_head).total == total, (model, layout, rank)
 
 
 def test_a_world_of_thousands_of_ranks_needs_none_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,11 +13,19 @@ import torch.distributed as dist
 from megappo.config.run_sections import TimeoutsConfig
 from tests.worlds import spawn_world
 
-START_S, PASS_S, LATE_S = 12.0, 2.0, 5.0
+START_S, PASS_S, LATE_S = 300.0, 2.0, 3.0
+WAITED_FOR = ("made", "met")
+
+
+def told(what: str, ranks: tuple[int, ...]) -> None:
+    """Tell it, and wait until these ranks have told it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{what} {dist.get_rank()}", "")
+    store.wait([f"{what} {rank}" for rank in ranks], timedelta(seconds=START_S))
 
 
 def waits(rank: int, case: str) -> tuple[str, float]:
-    """(what was raised, or "", seconds until then) on this rank; rank 1 is late."""
+    """(what was raised, or "", seconds until then) on this rank; rank 1 is late: LATE_S, or until the others gave up."""
     from megappo.parallel.groups import build_groups, meet, settle
     from megappo.parallel.layout import ParallelLayout
     from megappo.parallel.meeting import RankIsLate
@@ -28,8 +37,10 @@ def waits(rank: int, case: str) -> tuple[str, float]:
         settle([groups], timeouts)
     groups.meet("the test")
     start = time.monotonic()
-    if rank == 1:
+    if rank == 1 and case in WAITED_FOR:
         time.sleep(LATE_S)
+    elif rank == 1:
+        told("gave up", (0, 2))
     try:
         if case == "absent":
             meet("the next pass", PASS_S)
@@ -46,37 +57,41 @@ def waits(rank: int, case: str) -> tuple[str, float]:
     else:
         raised = ""
     seconds = time.monotonic() - start
-    if raised and rank != 1:
-        time.sleep(LATE_S)  # a rank that leaves would be another reason for its peers
+    if case not in WAITED_FOR:
+        if rank != 1:
+            told("gave up", ())
+        told("over", (0, 1, 2))  # a rank that leaves would be another reason for its peers
     return raised, seconds
 
 
-def outcome(case: str) -> list[tuple[str, float]]:
-    return spawn_world(_alone, 3, case)
+def outcome(*cases: str) -> list[list[tuple[str, float]]]:
+    """By rank, the results of the cases; one that breaks a group has a world of its own."""
+    return spawn_world(_alone, 3, cases)
 
 
-def _alone(rank: int, case: str) -> tuple[str, float]:
+def _alone(rank: int, cases: tuple[str, ...]) -> list[tuple[str, float]]:
     """A broken group breaks the barrier at the end of a test world: leave with a world of its own for that."""
-    found = waits(rank, case)
-    if case == "settled" or case.startswith("absent"):
+    found = [waits(rank, case) for case in cases]
+    if not set(cases) <= set(WAITED_FOR):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found
 
 
-@pytest.mark.parametrize("case", ["made", "met"])
-def test_the_first_passes_and_a_meeting_wait_for_a_late_rank(case: str) -> None:
-    assert [raised for raised, _ in outcome(case)] == ["", "", ""]
+def test_the_first_passes_and_a_meeting_wait_for_a_late_rank() -> None:
+    assert LATE_S > PASS_S
+    for results in outcome(*WAITED_FOR):
+        assert [raised for raised, _ in results] == ["", ""]
 
 
 def test_a_settled_group_waits_for_the_short_limit_only() -> None:
-    found = outcome("settled")
+    found = [result for (result,) in outcome("settled")]
     assert all("Timed out waiting 2000ms" in found[rank][0] for rank in (0, 2))
     assert all(found[rank][1] >= PASS_S for rank in (0, 2))
 
 
 def test_who_missed_a_meeting_is_named() -> None:
-    found = outcome("absent")
+    found = [result for (result,) in outcome("absent")]
     for rank in (0, 2):
         expected = f"late: rank {rank} waited for rank 1 before the next pass (run.timeouts.meeting_s = 2): "
         assert found[rank][0].startswith(expected)
@@ -84,7 +99,7 @@ def test_who_missed_a_meeting_is_named() -> None:
 
 @pytest.mark.parametrize("case, key", [("absent from a pass", "pass_s"), ("absent from the first pass", "start_s")])
 def test_who_missed_a_pass_is_named_after_the_limit_of_passes(case: str, key: str) -> None:
-    found = outcome(case)
+    found = [result for (result,) in outcome(case)]
     for rank in (0, 2):
         expected = f"late: rank {rank} waited for rank 1 before a pass of the policy (run.timeouts.{key} = 2): "
         assert found[rank][0].startswith(expected)

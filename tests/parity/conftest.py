@@ -1,8 +1,9 @@
-"""The worlds of the parity matrix, started once (one rank, two, four), and the step written out."""
+"""The worlds of the parity matrix and of its faults, started once (one rank, two, four), and the step written out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megappo.parallel.shares import Shares
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.updates import first_epoch, mini_batches
+from tests.parity.faults import measure_faults
 from tests.parity.matrix import MODELS, SEQUENCES, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
 from tests.worlds import spawn_world
@@ -27,15 +29,29 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+def measure_all(rank: int, folders: dict[str, str], losses: bool = True) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """(`run_world`, `measure_faults`) of rank 0."""
+    measured, faulty = run_world(rank, folders, losses), measure_faults(folders)
+    return measured, faulty if rank == 0 else {}
+
+
 @pytest.fixture(scope="session")
-def measured(models) -> dict[int, dict]:
-    """world size -> model -> title -> Measured of rank 0."""
-    worlds = {}
-    for size in (1, 2, 4):
-        folders = {model: str(folder) for model, folder in models.items()}
-        ranks = spawn_world(run_world, size, folders)
-        worlds[size] = ranks[0]
-    return worlds
+def worlds(models) -> dict[int, tuple[dict, dict]]:
+    """world size -> `measure_all`."""
+    folders = {model: str(folder) for model, folder in models.items()}
+    return {size: spawn_world(measure_all, size, folders)[0] for size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="session")
+def measured(worlds) -> dict[int, dict]:
+    """world size -> model -> title -> Measured."""
+    return {size: measured for size, (measured, _) in worlds.items()}
+
+
+@pytest.fixture(scope="session")
+def faulty(worlds) -> dict[str, Any]:
+    """fault -> Measured with it."""
+    return {name: found for _, faulty in worlds.values() for name, found in faulty.items()}
 
 
 @pytest.fixture(scope="session")

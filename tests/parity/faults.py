@@ -1,17 +1,23 @@
-"""Mistakes that public trainers have shipped, put into megappo for the time of one measurement.
+"""Mistakes that public trainers have shipped, put into megappo for the time of one measurement, and these measurements.
 
 Each is a context manager that changes a running process and nothing on disk. The tests assert that parity notices every one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from megappo.commands.verify import measure
+from megappo.commands.verify.measure import Measured
+from tests.parity.matrix import FSDP2, SP, Case, measure_case, roles_of
 
 
 @contextmanager
@@ -212,3 +218,52 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "fsdp2: mean of gradients over ranks": fsdp2_mean_gradients,
     "fsdp2: odd rows off by one": fsdp2_rows_off_by_one,
 }
+
+# Those that all layouts share show against the step written out; fault -> (role, quantity) that gives it away.
+SHARED = {
+    "no right shift": ("critic", "values"),
+    "temperature on values": ("critic", "values"),
+    "labels rolled over the pack": ("policy", "logprobs"),
+}
+# Others show between layouts: fault -> (model, layout of two ranks, (role, quantity)).
+BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
+    "labels rolled on each cp rank": ("llama", {"cp": 2}, ("policy", "logprobs")),
+    "normalised per micro-batch": ("llama", {}, ("critic", "gradients")),
+    "whitened on each rank": ("llama", {}, ("experience", "advantages")),
+    "forgotten all-reduce of norms": ("llama", SP, ("policy", "gradients")),
+    "forgotten all-reduce of the router": ("qwen3_moe", {**SP, "ep": 2}, ("policy", "gradients")),
+    "forgotten all-reduce of the value head": ("llama", SP, ("critic", "gradients, copies")),
+    "copies of a KV head not added up": ("mistral_window", {"tp": 2}, ("policy", "gradients")),
+    "every copy of a KV head counted": ("mistral_window", {"tp": 2}, ("critic", "gradient norm")),
+    "fsdp2: forgotten sum of norms over tp": ("llama", SP, ("critic", "gradients")),
+    "fsdp2: copies counted by every tp rank": ("llama", SP, ("policy", "gradient norm")),
+    "fsdp2: mean of gradients over ranks": ("llama", {"cp": 2}, ("policy", "gradients")),
+    "fsdp2: odd rows off by one": ("llama", {"tp": 2}, ("policy", "logprobs")),
+}
+BEFORE_UPDATES = ("logprobs", "values", "advantages")
+"""Quantities that are there before the first update."""
+
+
+@contextmanager
+def without_updates() -> Iterator[None]:
+    with (
+        mock.patch.object(measure, "Updates", lambda *args, **how: SimpleNamespace(run=lambda name: None)),
+        mock.patch.object(measure._Recorder, "end_step", lambda self, loss: None),
+    ):
+        yield
+
+
+def measure_faults(folders: Mapping[str, str]) -> dict[str, Measured]:
+    """Fault -> Measured with it, as far as its quantity needs it; on one rank those of SHARED, on two those of BETWEEN."""
+    jobs = {1: {name: ("llama", {}, of) for name, of in SHARED.items()}, 2: BETWEEN}.get(dist.get_world_size(), {})
+    return {name: measure_fault(folders[model], case, name, quantity) for name, (model, case, (_, quantity)) in jobs.items()}
+
+
+def measure_fault(folder: str, case: Case, name: str, quantity: str) -> Measured:
+    with ExitStack() as stack:
+        roles = stack.enter_context(roles_of(case))
+        stack.enter_context(FAULTS[name]())
+        if quantity in BEFORE_UPDATES:
+            stack.enter_context(without_updates())
+        changes = FSDP2["fsdp2"] if name.startswith("fsdp2") else {}
+        return measure_case(folder, roles, changes, gradients="gradients" in quantity, parameters=False)

@@ -26,27 +26,21 @@ Sizes = Mapping[str, Any]
 Case = Sizes | tuple[Sizes, Sizes]
 
 SP = {"tp": 2, "sequence_parallel": True}
-# Pairs, not products: every two of tp, sp, pp, vpp, uneven stages, cp, ep, etp and dp > 1 meet in some row, those without experts
-# with policy and critic. A row whose pairs are all in others is left out: `tp4` (in `tp4 sp`), `cp2 pp2` (in `cp2 pp2 vpp2`), ...
+# Pairs, not products: every two of tp, sp, pp, vpp, cp, ep, etp and dp > 1 meet in some row, for the policy or the critic, whose
+# bodies are alike; heads are not, so each of those without experts, and uneven stages, are of both roles in some row.
 DENSE: dict[int, list[Case]] = {
     2: [
         {},
-        SP,
-        {"pp": 2, "vpp": 2},
-        {"pp": 2, "layers_per_stage": (3, 1)},
-        {"cp": 2},
-        ({"tp": 2}, {"pp": 2}),
+        (SP, {"pp": 2, "layers_per_stage": (3, 1)}),
+        ({"cp": 2}, {"pp": 2, "vpp": 2}),
+        ({"pp": 2, "vpp": 2}, {"cp": 2}),
+        ({"tp": 2}, SP),
     ],
     4: [
-        {**SP, "tp": 4},
-        {"cp": 4},
-        {"tp": 2},
-        {"cp": 2},
-        {"tp": 2, "pp": 2},
-        {**SP, "pp": 2, "vpp": 2},
-        {"cp": 2, "pp": 2, "vpp": 2},
-        {"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)},
-        ({**SP, "cp": 2}, {"pp": 4}),
+        ({**SP, "tp": 4}, {"cp": 4}),
+        ({"cp": 2}, {"tp": 2}),
+        ({"tp": 2, "pp": 2}, {"cp": 2, "pp": 2, "vpp": 2}),
+        ({"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)}, {**SP, "pp": 2, "vpp": 2}),
         ({"pp": 4}, {**SP, "cp": 2}),
     ],
 }
@@ -54,21 +48,19 @@ DENSE: dict[int, list[Case]] = {
 # a row has one layout of them for the policy and another for the critic.
 EXPERTS: dict[int, list[Case]] = {
     2: [
-        {},
         {**SP, "ep": 2},
         ({**SP, "etp": 2}, {"ep": 2}),
         ({"cp": 2, "ep": 2}, {"pp": 2, "vpp": 2}),
     ],
     4: [
-        ({"ep": 4}, {**SP, "ep": 2}),
-        ({**SP, "ep": 4}, {"ep": 2, "etp": 2}),
+        ({"ep": 4}, {**SP, "ep": 4}),
+        ({"ep": 2, "pp": 2, "vpp": 2}, {"ep": 2, "etp": 2}),
         ({**SP, "ep": 2, "pp": 2}, {"cp": 2, "ep": 4}),
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
-        {"ep": 2, "pp": 2, "vpp": 2},
     ],
 }
 # Tied embeddings live on both ends of a pipeline, and the critic's are not tied.
-TIED: dict[int, list[Case]] = {2: [{"pp": 2, "vpp": 2}], 4: [{**SP, "pp": 2}]}
+TIED: dict[int, list[Case]] = {4: [{**SP, "pp": 2}]}
 WINDOW: dict[int, list[Case]] = {2: [({"cp": 2}, {"tp": 2})]}  # of the body, as experts
 # Corrections and shared experts; latent attention, whose parts are cut in ways of their own.
 SIGMOIDS: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {"cp": 2, "ep": 2, "pp": 2})]}
@@ -77,7 +69,7 @@ SINKS: dict[int, list[Case]] = {4: [({**SP, "cp": 2, "etp": 2}, {"ep": 2, "pp": 
 # Delta nets and gated attention in turn, gated shared experts; cp is in tests/models/test_moe.py.
 DELTA: dict[int, list[Case]] = {4: [({**SP, "ep": 2}, {**SP, "pp": 2, "vpp": 2, "etp": 2})]}
 # Windows and rotary embeddings by layer, norms of outputs, tied embeddings.
-SANDWICH: dict[int, list[Case]] = {4: [({**SP, "cp": 2}, {**SP, "pp": 2, "vpp": 2}), ({**SP, "tp": 4}, {"tp": 4})]}
+SANDWICH: dict[int, list[Case]] = {4: [({**SP, "pp": 2, "vpp": 2}, {**SP, "cp": 2})]}
 MODELS: dict[str, dict[int, list[Case]]] = {
     "llama": DENSE,
     "qwen3_moe": EXPERTS,
@@ -91,7 +83,7 @@ MODELS: dict[str, dict[int, list[Case]]] = {
 }
 # Layouts by world size in which RUN_TOGETHER are run too.
 VARIED: dict[str, dict[int, list[Case]]] = {
-    "llama": {1: [{}], 2: [{}, {"cp": 2}, {"pp": 2, "vpp": 2}], 4: []},
+    "llama": {1: [{}], 2: [{}, ({"cp": 2}, {"pp": 2, "vpp": 2})], 4: []},
     "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: []},
 }
 
@@ -190,7 +182,7 @@ ALGORITHMS |= {name: {"algorithm__estimator": name} for name in ESTIMATORS if na
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
 (PLACED_LOSSES,) = (name for name in ALGORITHMS if "two epochs" in name)
 _OF_SEQUENCES = [name for name in ALGORITHMS if name.startswith(("grpo", "reinforce++"))]
-_OF_EXPERTS = [FROZEN, FIXED_LENGTH, "rloo, sums of sequences, KL k2 in the loss"]
+_OF_EXPERTS = [FROZEN, FIXED_LENGTH]
 # Which of them run where. Losses read whole sequences in every layout, so all of them run on replicas, whose sums they are, and
 # each other layout takes those that touch what it cuts.
 LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
@@ -198,8 +190,8 @@ LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
         1: [({}, list(ALGORITHMS))],
         2: [
             ({}, list(ALGORITHMS)),
-            ({"tp": 2}, [TWO_CRITICS]),
-            ({"cp": 2}, [TWO_CRITICS, *_OF_SEQUENCES]),
+            (({"tp": 2}, {"cp": 2}), [TWO_CRITICS]),
+            ({"cp": 2}, _OF_SEQUENCES),
             ({"pp": 2, "vpp": 2}, [PLACED_LOSSES, FROZEN, FIXED_LENGTH]),
         ],
     },
@@ -210,7 +202,7 @@ LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
     "qwen3_moe": {1: [({}, _OF_EXPERTS)], 2: [({**SP, "ep": 2}, _OF_EXPERTS)]},
 }
 # And under FSDP2, on two replicas: second epochs, a further critic, texts, frozen parts.
-FSDP2_LOSSES = [PLACED_LOSSES, TWO_CRITICS, FIXED_LENGTH, FROZEN]
+FSDP2_LOSSES = [PLACED_LOSSES, TWO_CRITICS, FROZEN]
 
 
 _FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference", "teacher")}
@@ -219,12 +211,13 @@ _RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **V
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
 FSDP2_DP: dict[str, dict[str, Any]] = {
     "fsdp2": _FSDP2,
-    **{f"fsdp2, {name}": {**_FSDP2, **changes} for name, changes in RUN_TOGETHER.items()},
+    # Recomputing some layers, of whole batches, is that of "fsdp2 tp2 cp2 sp, recompute".
+    **{f"fsdp2, {name}": {**_FSDP2, **changes} for name, changes in RUN_TOGETHER.items() if "selective" not in name},
 }
 FSDP2_CASES: dict[str, Case] = {
     "fsdp2 tp2 sp": SP,
     "fsdp2 cp2": {"cp": 2},
-    "fsdp2 tp2 cp2 sp, recompute": {**SP, "cp": 2},
+    "fsdp2 tp2 cp2 sp, recompute / critic dp2 cp2": ({**SP, "cp": 2}, {"cp": 2}),  # FSDP2 shards over dp x cp
     "fsdp2 tp2 / critic cp2": ({"tp": 2}, {"cp": 2}),
 }
 FSDP2 = {**FSDP2_DP, **{name: {**_FSDP2, **(_RECOMPUTE if "recompute" in name else {})} for name in FSDP2_CASES}}
@@ -244,11 +237,10 @@ SHARDED: dict[str, dict[int, list[str]]] = {
     "llama": {
         1: ["fsdp2"],
         2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
-        # FSDP2 shards over dp x cp: tp beside several replicas is the last one's mesh.
-        4: ["fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
+        4: ["fsdp2 tp2 cp2 sp, recompute / critic dp2 cp2"],
     },
-    "llama3_tied": {2: ["fsdp2", "fsdp2 tp2 sp"]},
-    "mistral_window": {2: ["fsdp2", "fsdp2 cp2"]},
+    "llama3_tied": {2: ["fsdp2 tp2 sp"]},
+    "mistral_window": {2: ["fsdp2 cp2"]},
     "gemma3": {2: ["fsdp2 tp2 sp"]},
 }
 
@@ -326,7 +318,7 @@ def run_world(rank: int, folders: Mapping[str, str], losses: bool = True) -> dic
     size = dist.get_world_size()
     measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
     for model, folder in folders.items():
-        cases = MODELS[model].get(size, [{}])
+        cases = [{}] if size == 1 else MODELS[model].get(size, [])
         for case in cases:
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles)

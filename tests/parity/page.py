@@ -26,7 +26,7 @@ Row = Sequence[str]
 
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # there is nothing to choose
-    from tests.parity import conftest, matrix, replay, test_faults
+    from tests.parity import conftest, matrix, replay
     from tests.parity.oracle import ppo_step
     from tests.worlds import spawn_world
 
@@ -35,16 +35,16 @@ def main() -> None:
         for model, path in models.items():
             matrix.write_models(path, model)
         named = {model: str(path) for model, path in models.items()}
-        measured = {size: spawn_world(matrix.run_world, size, named, False)[0] for size in (1, 2, 4)}
+        worlds = {size: spawn_world(conftest.measure_all, size, named, False)[0] for size in (1, 2, 4)}
+        measured = {size: found for size, (found, _) in worlds.items()}
+        faulty = worlds[1][1] | worlds[2][1]
         expected = {}
         for model, path in models.items():
             config = matrix.config_of(path)
             step = (conftest.samples(), conftest.order_of(config), conftest.numbers_of(config), config.run.seed)
             expected[model] = ppo_step(path / "policy", path / "reference", *step)
-        faulty = spawn_world(test_faults.measure_all, 1, test_faults.jobs_alone(models))[0]
-        faulty |= spawn_world(test_faults.measure_all, 2, test_faults.jobs_between(models))[0]
         chosen = {model: named[model] for model in replay.REPLAYED}
-        replayed = {size: spawn_world(replay.replay_world, size, chosen, replay.FSDP2_REPLAYED)[0] for size in (1, 2)}
+        replayed = {size: spawn_world(replay.replay_world, size, chosen)[0] for size in (1, 2)}
     template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
     tables = {
         "machine": f"{platform.machine()}, CPU, fp32, gloo",
@@ -161,18 +161,16 @@ def after_all_steps(found: Any, expected: Any) -> Row:
 
 
 def fault_rows(faulty: Any, measured: Any, expected: Any) -> Iterator[Row]:
-    from megappo.commands.verify.compare import compare
+    from tests.parity.faults import BETWEEN, SHARED
     from tests.parity.matrix import title
-    from tests.parity.test_faults import BETWEEN, SHARED
-    from tests.parity.test_oracle import differences
+    from tests.parity.test_faults import from_one_rank, from_the_oracle
 
-    for fault, quantity in SHARED.items():
-        size = dict(differences(faulty[fault], expected["llama"]))[quantity]
+    for fault, (role, quantity) in SHARED.items():
+        size = from_the_oracle(faulty[fault], expected["llama"], role, quantity)
         yield fault, quantity, f"{size:.1e}", "one rank"
     for fault, (model, case, (role, quantity)) in BETWEEN.items():
-        found = {(d.role, d.quantity): d for d in compare(faulty[fault], measured[1][model]["tp1 pp1 dp1"])}
-        where = f"{model}, {short(title(case, 2))}"
-        yield fault, f"{role} {quantity}", f"{found[role, quantity].relative:.1e}", where
+        found = from_one_rank(faulty[fault], measured[1][model]["tp1 pp1 dp1"], role, quantity)
+        yield fault, f"{role} {quantity}", f"{found.relative:.1e}", f"{model}, {short(title(case, 2))}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Twenty PPO steps from the same recorded rollouts: parameters at the end across layouts, and curves against a golden file.
+"""PPO steps from the same recorded rollouts: parameters after twenty across layouts, and curves against a golden file.
 
 `python -m tests.parity.replay` writes the golden file anew; a change of it needs a reason in the commit.
 """
@@ -21,8 +21,6 @@ from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience.collect import make_requests, pack_experience
 from tests.parity.matrix import (
-    FSDP2,
-    FSDP2_CASES,
     SEQUENCES,
     SP,
     VARIANTS,
@@ -39,14 +37,12 @@ from tests.worlds import spawn_world
 
 STEPS = 20
 GOLDEN = Path(__file__).with_name("golden.json")
-# tp with sequence parallel is that of the experts' model, and of the adapters' twenty steps (lora.py). Policy and critic meet in
-# the experience alone, so each takes a layout of its own.
+# tp with sequence parallel is that of the experts' model, and of the adapters' steps (lora.py); FSDP2's layouts are those of
+# replay_fsdp2.py. Policy and critic meet in the experience alone, so each takes a layout of its own.
 REPLAYED: dict[str, dict[int, list[Case]]] = {
     "llama": {1: [{}], 2: [({"cp": 2}, {"pp": 2, "vpp": 2})]},
     "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}]},
 }
-# The same under FSDP2. Other layouts of it are those of replay_fsdp2.py: each takes as long as all of Megatron's.
-FSDP2_REPLAYED: dict[str, dict[int, list[str]]] = {"llama": {2: ["fsdp2"]}}
 # Whole mini-batches take half of the time; that their split changes nothing is the matrix's to show.
 REPLAY = {
     "policy__optimizer__distributed": True,
@@ -57,21 +53,18 @@ REPLAY = {
 Curves = dict[str, list[float]]
 
 
-def replay_world(rank: int, folders: Mapping[str, str], fsdp2: Mapping[str, Mapping[int, list[str]]]) -> dict[str, dict[str, Any]]:
-    """model -> title -> Measured over all steps, with the distributed optimizer. Of rank 0 alone. fsdp2: as `FSDP2_REPLAYED`."""
+def replay_world(rank: int, folders: Mapping[str, str], steps: int = STEPS) -> dict[str, dict[str, Any]]:
+    """model -> title -> Measured over so many steps, with the distributed optimizer. Of rank 0 alone."""
     from megappo.parallel import cpu_patches
 
     cpu_patches.install()
     size = dist.get_world_size()
-    rollouts = record_rollouts(STEPS, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    rollouts = record_rollouts(steps, sequences=SEQUENCES, vocab_size=VOCABULARY)
     measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
     for model, folder in folders.items():
         for case in REPLAYED[model].get(size, []):
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles, REPLAY, rollouts, gradients=False)
-        for name in fsdp2.get(model, {}).get(size, []):
-            with roles_of(FSDP2_CASES.get(name, {})) as roles:
-                measured[model][name] = measure_case(folder, roles, {**REPLAY, **FSDP2[name]}, rollouts, gradients=False)
     return measured if rank == 0 else {}
 
 
@@ -85,28 +78,31 @@ class FirstStep:
     ratio: list[float]
 
 
-def on_policy_world(rank: int, folder: str, cases: list[Case]) -> dict[str, FirstStep]:
-    """title -> two steps on what the first policy itself writes, as in a run; tokens drawn at random have log-probs near -10, where
-    fp32 resolves ratios to no better than 1e-6.
+def on_policy_world(rank: int, folders: Mapping[str, str], cases: Mapping[str, list[Case]]) -> dict[str, dict[str, FirstStep]]:
+    """model -> title -> two steps on what the first policy itself writes, as in a run; tokens drawn at random have log-probs near
+    -10, where fp32 resolves ratios to no better than 1e-6.
     """
     from megappo.parallel import cpu_patches
 
     cpu_patches.install()
+    return {
+        model: {title(case, dist.get_world_size()): first_step(folders[model], case) for case in cases[model]} for model in cases
+    }
+
+
+def first_step(folder: str, case: Case) -> FirstStep:
+    """Collective."""
     changes = {"reference__model": str(Path(folder) / "policy")}
-    found: dict[str, FirstStep] = {}
-    for case in cases:
-        with roles_of(case) as roles:
-            rollouts = [written_by_the_policy(folder, roles["policy"])] * 2
-            measured = measure_case(folder, roles, changes, rollouts, gradients=False, parameters=False)
-        kl = []
-        for rollout, logprob, ref in zip(
-            rollouts, measured["policy"].values["logprobs"], measured["reference"].values["logprobs"], strict=True
-        ):
-            d = (logprob - ref)[rollout["response_mask"]]
-            kl.append((float(d.abs().max()), float((torch.expm1(-d) + d).mean())))
-        ratio = measured["policy"].metrics["ratio_max"][0].tolist()
-        found[title(case, dist.get_world_size())] = FirstStep(kl, ratio)
-    return found
+    with roles_of(case) as roles:
+        rollouts = [written_by_the_policy(folder, roles["policy"])] * 2
+        measured = measure_case(folder, roles, changes, rollouts, gradients=False, parameters=False)
+    kl = []
+    for rollout, logprob, ref in zip(
+        rollouts, measured["policy"].values["logprobs"], measured["reference"].values["logprobs"], strict=True
+    ):
+        d = (logprob - ref)[rollout["response_mask"]]
+        kl.append((float(d.abs().max()), float((torch.expm1(-d) + d).mean())))
+    return FirstStep(kl, measured["policy"].metrics["ratio_max"][0].tolist())
 
 
 def written_by_the_policy(folder: str, groups: Any) -> PackedBatch:
@@ -137,12 +133,31 @@ def curves(measured: Any) -> Curves:
     return out
 
 
+def distance_to_golden(steps: int) -> float:
+    """Largest difference of the curves of the first steps in all layouts of two ranks to the golden file's, relative where their
+    numbers are larger than 1.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {model: str(Path(folder, model)) for model in REPLAYED}
+        for model in folders:
+            write_models(Path(folders[model]), model)
+        found = spawn_world(replay_world, 2, folders, steps)[0]
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return max(
+        abs(a - b) / max(1.0, abs(b))
+        for model, layouts in found.items()
+        for measured in layouts.values()
+        for name, values in curves(measured).items()
+        for a, b in zip(values, golden[model][name][:steps], strict=True)
+    )
+
+
 def write_golden() -> None:
     with tempfile.TemporaryDirectory() as folder:
         folders = {model: str(Path(folder, model)) for model in REPLAYED}
         for model in folders:
             write_models(Path(folders[model]), model)
-        (alone,) = spawn_world(replay_world, 1, folders, {})
+        (alone,) = spawn_world(replay_world, 1, folders)
     golden = {
         model: {name: [float(f"{value:.7g}") for value in values] for name, values in curves(found["tp1 pp1 dp1"]).items()}
         for model, found in alone.items()

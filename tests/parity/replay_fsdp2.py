@@ -1,6 +1,6 @@
 """Replay PPO steps under engine fsdp2 in several layouts: `python tests/parity/replay_fsdp2.py [--steps 20] [--ranks 1 2]`.
 
-Every step has the recorded samples of tests/parity, whose suite keeps one layout of these; the table is the one of docs/engines.md:
+Every step has the recorded samples of tests/parity, whose suite replays two; the table is the one of docs/engines.md:
 the largest relative difference to one rank of Megatron's engine of the policy's and the critic's parameters after the last step,
 and of the curves of all steps; a minute or two on 2 cores. Needs the test requirements (`scripts/setup_env.sh --test`).
 """

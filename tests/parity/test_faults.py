@@ -2,82 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
+import torch
 
-from megappo.commands.verify.compare import compare
-from tests.parity.matrix import FSDP2, SP, Case, measure_case, roles_of
+from megappo.commands.verify.compare import Difference, compare
+from megappo.commands.verify.measure import Measured, RoleMeasures
+from tests.parity.faults import BEFORE_UPDATES, BETWEEN, SHARED
+from tests.parity.oracle import Outcome
 from tests.parity.test_layouts import BASELINE
-from tests.parity.test_oracle import TOLERANCE, differences
-from tests.worlds import spawn_world
-
-# Mistakes that all layouts share show against the step written out; fault -> quantity that gives it away.
-SHARED = {
-    "no right shift": "values",
-    "temperature on values": "values",
-    "labels rolled over the pack": "logprobs",
-}
-# Others show between layouts: fault -> (model, layout of two ranks, (role, quantity)).
-BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
-    "labels rolled on each cp rank": ("llama", {"cp": 2}, ("policy", "logprobs")),
-    "normalised per micro-batch": ("llama", {}, ("critic", "gradients")),
-    "whitened on each rank": ("llama", {}, ("experience", "advantages")),
-    "forgotten all-reduce of norms": ("llama", SP, ("policy", "gradients")),
-    "forgotten all-reduce of the router": ("qwen3_moe", {**SP, "ep": 2}, ("policy", "gradients")),
-    "forgotten all-reduce of the value head": ("llama", SP, ("critic", "gradients, copies")),
-    "copies of a KV head not added up": ("mistral_window", {"tp": 2}, ("policy", "gradients")),
-    "every copy of a KV head counted": ("mistral_window", {"tp": 2}, ("critic", "gradient norm")),
-    "fsdp2: forgotten sum of norms over tp": ("llama", SP, ("critic", "gradients")),
-    "fsdp2: copies counted by every tp rank": ("llama", SP, ("policy", "gradient norm")),
-    "fsdp2: mean of gradients over ranks": ("llama", {"cp": 2}, ("policy", "gradients")),
-    "fsdp2: odd rows off by one": ("llama", {"tp": 2}, ("policy", "logprobs")),
-}
+from tests.parity.test_oracle import TOLERANCE, relative
 
 
-def measure_with_fault(rank: int, folder: str, case: Case, name: str):
-    from megappo.parallel import cpu_patches
-    from tests.parity.faults import FAULTS
-
-    cpu_patches.install()
-    with roles_of(case) as roles, FAULTS[name]():
-        return measure_case(folder, roles, FSDP2["fsdp2"] if name.startswith("fsdp2") else {})
+def from_the_oracle(found: Measured, expected: Outcome, role: str, quantity: str) -> float:
+    """As `test_oracle.differences`, of one field."""
+    return relative(found[role].values[quantity][0], torch.cat(expected.fields[quantity]))
 
 
-def measure_all(rank: int, jobs: list[tuple[str, Case, str]]):
-    found = {name: measure_with_fault(rank, folder, case, name) for folder, case, name in jobs}
-    return found if rank == 0 else {}
-
-
-def jobs_alone(models: Mapping[str, Path]) -> list[tuple[str, Case, str]]:
-    return [(str(models["llama"]), {}, name) for name in SHARED]
-
-
-def jobs_between(models: Mapping[str, Path]) -> list[tuple[str, Case, str]]:
-    return [(str(models[model]), case, name) for name, (model, case, _) in BETWEEN.items()]
-
-
-@pytest.fixture(scope="module")
-def faulty(models):
-    """fault -> Measured with it."""
-    return {**spawn_world(measure_all, 1, jobs_alone(models))[0], **spawn_world(measure_all, 2, jobs_between(models))[0]}
+def from_one_rank(found: Measured, alone: Measured, role: str, quantity: str) -> Difference:
+    """The difference of one quantity: others were measured only as far as it needs them."""
+    expected = alone[role]
+    if quantity in BEFORE_UPDATES:
+        expected = RoleMeasures({quantity: expected.values[quantity]})
+    (difference,) = (d for d in compare({role: found[role]}, {role: expected}) if d.quantity == quantity)
+    return difference
 
 
 @pytest.mark.parametrize("fault", SHARED)
-def test_a_mistake_in_every_layout_is_noticed_by_the_step_written_out(faulty, expected, fault: str) -> None:
-    found = dict(differences(faulty[fault], expected["llama"]))
-    assert found[SHARED[fault]] > 100 * TOLERANCE
+def test_a_mistake_in_every_layout_is_noticed_by_the_step_written_out(faulty, measured, expected, fault: str) -> None:
+    assert from_the_oracle(faulty[fault], expected["llama"], *SHARED[fault]) > 100 * TOLERANCE
+    assert from_the_oracle(measured[1]["llama"][BASELINE], expected["llama"], *SHARED[fault]) <= TOLERANCE, "without it"
 
 
 @pytest.mark.parametrize("fault", BETWEEN)
 def test_a_mistake_in_one_layout_is_noticed_between_layouts(faulty, measured, fault: str) -> None:
-    model, _, quantity = BETWEEN[fault]
-    by_quantity = {(d.role, d.quantity): d for d in compare(faulty[fault], measured[1][model][BASELINE])}
-    assert by_quantity[quantity].relative > 100 * by_quantity[quantity].tolerance
+    model, _, of = BETWEEN[fault]
+    difference = from_one_rank(faulty[fault], measured[1][model][BASELINE], *of)
+    assert difference.relative > 100 * difference.tolerance
 
 
 def test_no_right_shift_is_invisible_between_layouts(faulty, measured) -> None:
     """Reason for the step written out: its gradients are finite, its loss falls, and every layout would agree with it."""
-    found = {(d.role, d.quantity): d for d in compare(faulty["no right shift"], measured[1]["llama"][BASELINE])}
-    assert found["policy", "logprobs"].agrees and not found["critic", "values"].agrees
+    found, alone = faulty["no right shift"], measured[1]["llama"][BASELINE]
+    assert from_one_rank(found, alone, "policy", "logprobs").agrees and not from_one_rank(found, alone, "critic", "values").agrees

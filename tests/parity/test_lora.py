@@ -70,7 +70,6 @@ def test_experts_and_what_is_beside_them_give_the_numbers_of_one_rank(measured) 
     """The balancing loss too has a gradient in the adapters, through routers that are frozen."""
     for name in ("experts", "latent"):
         assert disagreements(measured[2][name], measured[1][name]) == []
-    assert disagreements(measured[2]["cut experts"], measured[1]["experts"]) == []
     assert any(".experts.7.up_proj." in name for name in measured[1]["experts"]["critic"].gradients.tensors)
     assert len({name.split(".")[-3] for name in measured[2]["latent"]["policy"].gradients.tensors}) == 4
 
@@ -84,12 +83,12 @@ def test_only_adapters_and_the_value_head_train(measured, folder) -> None:
     }
     for role in ("policy", "critic"):
         assert all(float(tensor.abs().max()) > 0 for tensor in first[role].gradients.tensors.values())
-    one_step, twenty = (measured[1][name]["policy"].parameters.tensors for name in (BASELINE, "replayed"))
-    moved = {name for name in one_step if not one_step[name].equal(twenty[name])}
+    one_step, several = (measured[1][name]["policy"].parameters.tensors for name in (BASELINE, "replayed"))
+    moved = {name for name in one_step if not one_step[name].equal(several[name])}
     assert moved == set(first["policy"].gradients.tensors)
 
 
-def test_twenty_steps_end_with_the_same_adapters(measured) -> None:
+def test_several_steps_end_with_the_same_adapters(measured) -> None:
     found = compare(measured[2]["replayed"], measured[1]["replayed"], 1.0, PARAMETER_TOLERANCE)
     parameters = [d for d in found if d.quantity == "parameters"]
     assert {d.role for d in parameters} == {"policy", "critic"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +26,18 @@ WHOLE = {
 PAIRS = {"algorithm__mini_batch_size": 2, "data__prompts_per_step": 4}
 SINGLE = {"algorithm__mini_batch_size": 1, "data__prompts_per_step": 1}
 PADDED_TO = 64
-CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{**SP, "ep": 2}]}
+# Model -> layouts of two ranks, and what each is run on: replicas have shares of their own, cp and sp cut packed rows, a pipeline
+# and experts communicate whether a rank has tokens or not.
+PADDED, ONE, LONG = "reversed and padded", "single", "long"
+CASES: dict[str, list[tuple[Case, tuple[str, ...]]]] = {
+    "llama": [
+        ({}, (PADDED, ONE, LONG)),
+        ({"cp": 2}, (PADDED, LONG)),
+        (({"pp": 2, "vpp": 2}, SP), (PADDED, ONE)),
+    ],
+    "qwen3_moe": [({**SP, "ep": 2}, (PADDED, ONE))],
+}
+ALONE: dict[str, tuple[str, ...]] = {"llama": ("plain", "reversed", PADDED, ONE, LONG), "qwen3_moe": ("plain", PADDED, ONE)}
 ORDER = list(reversed(range(SEQUENCES)))
 
 
@@ -47,30 +60,25 @@ def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
     return {
         "plain": (plain, torch.arange(plain.num_tokens)),
         "reversed": (turned, index),
-        "reversed and padded": (padded, real[index]),
+        PADDED: (padded, real[index]),
     }
 
 
 def packing_world(rank: int, folders: dict[str, str]):
-    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks, "long" `one_long`. Of rank 0. On two ranks
-    order and padding change at once: the matrix has the plain batch.
+    """model -> title -> arrangement -> Measured; ONE is one sequence for all ranks, LONG `one_long`. Of rank 0. On two ranks order
+    and padding change at once: the matrix has the plain batch.
     """
     from megappo.parallel import cpu_patches
 
     cpu_patches.install()
     size = dist.get_world_size()
+    runs = {name: (WHOLE, batch) for name, (batch, _) in arrangements().items()}
+    runs |= {ONE: (SINGLE, record_rollouts(1, sequences=1, vocab_size=VOCABULARY, seed=5)[0]), LONG: (PAIRS, one_long())}
     found: dict = {}
     for model, folder in folders.items():
-        for case in CASES[model] if size > 1 else [{}]:
+        for case, names in CASES[model] if size > 1 else [({}, ALONE[model])]:
             with roles_of(case) as roles:
-                by_name = {
-                    name: measure_case(folder, roles, WHOLE, [batch])
-                    for name, (batch, _) in arrangements().items()
-                    if size == 1 or "padded" in name
-                }
-                one = record_rollouts(1, sequences=1, vocab_size=VOCABULARY, seed=5)
-                by_name["single"] = measure_case(folder, roles, SINGLE, one)
-                by_name["long"] = measure_case(folder, roles, PAIRS, [one_long()])
+                by_name = {name: measure_case(folder, roles, runs[name][0], [runs[name][1]]) for name in names}
             found.setdefault(model, {})[title(case, size)] = by_name
     return found if rank == 0 else {}
 
@@ -81,15 +89,20 @@ def packed(models):
     return {size: spawn_world(packing_world, size, folders)[0] for size in (1, 2)}
 
 
-RUNS = [pytest.param(m, 1, "tp1 pp1 dp1", id=f"{m}-alone") for m in CASES] + [
-    pytest.param(model, 2, title(case, 2), id=f"{model}-{title(case, 2)}") for model, cases in CASES.items() for case in cases
-]
+def runs_on(kind: str) -> list[Any]:
+    """Parameters of the tests: (model, 2, title)."""
+    return [
+        pytest.param(model, 2, title(case, 2), id=f"{model}-{title(case, 2)}")
+        for model, cases in CASES.items()
+        for case, kinds in cases
+        if kind in kinds
+    ]
 
 
-@pytest.mark.parametrize("model, size, name", RUNS)
+@pytest.mark.parametrize("model, size, name", [pytest.param(m, 1, "tp1 pp1 dp1", id=f"{m}-alone") for m in CASES] + runs_on(PADDED))
 def test_order_and_padding_change_nothing(packed, model: str, size: int, name: str) -> None:
-    _, index = arrangements()["reversed and padded"]
-    found, expected = packed[size][model][name]["reversed and padded"], packed[1][model]["tp1 pp1 dp1"]["plain"]
+    _, index = arrangements()[PADDED]
+    found, expected = packed[size][model][name][PADDED], packed[1][model]["tp1 pp1 dp1"]["plain"]
     for role, quantity in (
         ("policy", "logprobs"),
         ("policy", "entropies"),
@@ -109,23 +122,23 @@ def test_order_and_padding_change_nothing(packed, model: str, size: int, name: s
                 assert float(error) < 1e-5, (role, kind, tensor)
 
 
-@pytest.mark.parametrize("model, size, name", RUNS[len(CASES) :])
+@pytest.mark.parametrize("model, size, name", runs_on(ONE))
 def test_a_batch_of_one_sequence_gives_the_same_and_every_rank_takes_part(packed, model: str, size: int, name: str) -> None:
     """A rank without sequences runs through every collective: pipeline, all-to-all of the experts, gradients, metrics."""
-    assert disagreements(packed[size][model][name]["single"], packed[1][model]["tp1 pp1 dp1"]["single"]) == []
+    assert disagreements(packed[size][model][name][ONE], packed[1][model]["tp1 pp1 dp1"][ONE]) == []
 
 
-@pytest.mark.parametrize("model, size, name", RUNS[len(CASES) :])
+@pytest.mark.parametrize("model, size, name", runs_on(LONG))
 def test_a_sample_longer_than_all_others_gives_the_same(packed, model: str, size: int, name: str) -> None:
     """Its replica has nothing else of a mini-batch; the other one may have none at all."""
     lengths = one_long().lengths.tolist()
     assert lengths[0] > sum(lengths[1:]) and lengths[0] > 48, "tokens of a micro-batch"
-    assert disagreements(packed[size][model][name]["long"], packed[1][model]["tp1 pp1 dp1"]["long"]) == []
+    assert disagreements(packed[size][model][name][LONG], packed[1][model]["tp1 pp1 dp1"][LONG]) == []
 
 
 def test_the_ids_that_tokens_were_drawn_from_count(packed) -> None:
     """Negative control of the one above: without them the log-probs are others."""
-    found = packed[1]["llama"]["tp1 pp1 dp1"]["long"]["policy"].values
+    found = packed[1]["llama"]["tp1 pp1 dp1"][LONG]["policy"].values
     drawn_alone = one_long().ragged("kept").counts == 1
     assert drawn_alone.any() and found["logprobs"][0][drawn_alone].abs().max() < 1e-6
 

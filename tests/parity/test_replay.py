@@ -8,7 +8,7 @@ import pytest
 
 from megappo.commands.verify.compare import compare
 from tests.parity.matrix import SP, Case, title
-from tests.parity.replay import FSDP2_REPLAYED, GOLDEN, REPLAYED, STEPS, curves, on_policy_world, replay_world
+from tests.parity.replay import GOLDEN, REPLAYED, STEPS, curves, on_policy_world, replay_world
 from tests.worlds import spawn_world
 
 BASELINE = "tp1 pp1 dp1"
@@ -21,24 +21,14 @@ CUT = [
     for size, cases in sizes.items()
     for case in cases
     if size > 1
-] + [
-    pytest.param(model, size, name, id=f"{model}-{size}-{name}")
-    for model, sizes in FSDP2_REPLAYED.items()
-    for size, names in sizes.items()
-    for name in names
 ]
 
 
 @pytest.fixture(scope="module")
-def replayed(models, request):
-    """world size -> model -> title -> Measured. FSDP2, as long as all of Megatron's layouts, only if a test asks for it."""
+def replayed(models):
+    """world size -> model -> title -> Measured."""
     folders = {model: str(models[model]) for model in REPLAYED}
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    fsdp2 = {
-        model: {size: [n for n in names if n in asked] for size, names in by_size.items()}
-        for model, by_size in FSDP2_REPLAYED.items()
-    }
-    return {size: spawn_world(replay_world, size, folders, fsdp2)[0] for size in (1, 2)}
+    return {size: spawn_world(replay_world, size, folders)[0] for size in (1, 2)}
 
 
 @pytest.mark.parametrize("model, size, name", CUT)
@@ -67,14 +57,14 @@ def test_the_replay_trains(replayed, model: str) -> None:
     assert max(found["policy/approx_kl"]) > 1e-4
 
 
-ON_POLICY: dict[str, list[Case]] = {"llama": [{}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}], "qwen3_moe": [{"ep": 2}]}
+ON_POLICY: dict[str, list[Case]] = {"llama": [SP, {"pp": 2, "vpp": 2}, {"cp": 2}], "qwen3_moe": [{"ep": 2}]}
 RUNS = [pytest.param(model, title(case, 2), id=f"{model}-{title(case, 2)}") for model, cases in ON_POLICY.items() for case in cases]
 
 
 @pytest.fixture(scope="module")
 def first_steps(models):
     """model -> title -> FirstStep"""
-    return {model: spawn_world(on_policy_world, 2, str(models[model]), cases)[0] for model, cases in ON_POLICY.items()}
+    return spawn_world(on_policy_world, 2, {model: str(models[model]) for model in ON_POLICY}, ON_POLICY)[0]
 
 
 @pytest.mark.parametrize("model, name", RUNS)

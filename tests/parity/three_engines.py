@@ -43,7 +43,8 @@ Tokens = list[tuple[int, ...]]
 
 
 class Case(NamedTuple):
-    """checkpoint: of `tests.models.checkpoints`. config: changes of it. layouts: of Megatron, sizes of ParallelLayout.
+    """checkpoint: of `tests.models.checkpoints`. config: changes of it. layouts: of Megatron, sizes of ParallelLayout. of_vllm: its
+    tp.
 
     seed: of the weights; one with which the best logit of every greedy token leads clearly.
     """
@@ -52,6 +53,7 @@ class Case(NamedTuple):
     config: Mapping[str, Any]
     layouts: Sequence[Mapping[str, Any]]
     seed: int = 0
+    of_vllm: Sequence[int] = (2,)
 
 
 def sequences() -> list[list[int]]:
@@ -202,50 +204,57 @@ def rounded_of(path: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def run_fp32(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
-    """Differences of Megatron in every layout and of vLLM at tp 1 and 2 to transformers."""
+    """Differences of Megatron and of vLLM in every layout of the case to transformers."""
     logprobs, tokens, gap = exact_of(path)
     result: dict[str, Any] = {"gap": gap, "megatron": {}, "vllm": {}}
     for sizes in case.layouts:
         policy = build_megatron(path, worlds.groups(sizes), "fp32")
         found = errors_of(score_by_megatron(policy), logprobs) | {"same_tokens": continue_by_megatron(policy) == tokens}
         result["megatron"][str(policy.groups.layout)] = found
-    for tp in (1, 2):
+    for tp in case.of_vllm:
         with vllm_with_weights(path, policy, tp, "fp32") as engine:
             found = errors_of(score_by_vllm(engine), logprobs) | {"same_tokens": continue_by_vllm(engine) == tokens}
         result["vllm"][tp] = found
     return result
 
 
-def run_bf16(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
-    """Errors against transformers in fp32 with the same rounded weights: of transformers in bf16, of Megatron and of vLLM. Megatron
-    on one rank and in the last layout: what others do to bf16 is in the parity matrix.
+def run_bf16(path: str, case: Case, worlds: Worlds, in_vllm: bool) -> dict[str, Any]:
+    """Errors against transformers in fp32 with the same rounded weights: of transformers in bf16, of Megatron, and of vLLM if
+    `in_vllm`. Megatron on one rank and in the last layout: what others do to bf16 is in the parity matrix.
     """
     own, exact = rounded_of(path)
     result = {"transformers": errors_of(own, exact), "megatron": {}}
     for sizes in (case.layouts[0], case.layouts[-1]):
         policy = build_megatron(path, worlds.groups(sizes), "bf16")
         result["megatron"][str(policy.groups.layout)] = errors_of(score_by_megatron(policy), exact)
-    with vllm_with_weights(path, policy, 1, "bf16") as engine:
-        result["vllm"] = {1: errors_of(score_by_vllm(engine), exact)}
+    if in_vllm:
+        with vllm_with_weights(path, policy, 1, "bf16") as engine:
+            result["vllm"] = {1: errors_of(score_by_vllm(engine), exact)}
     return result
 
 
-def run_wrong(right: str, wrong: str, worlds: Worlds) -> dict[str, dict[str, float]]:
-    """The same weights under another config, in Megatron and in vLLM, against transformers with the right one."""
+def run_wrong(right: str, wrong: str, worlds: Worlds, in_vllm: bool) -> dict[str, dict[str, float]]:
+    """The same weights under another config, in Megatron and, if `in_vllm`, in vLLM, against transformers with the right one."""
     logprobs, *_ = exact_of(right)
     policy = build_megatron(wrong, worlds.groups({}), "fp32")
-    with vllm_with_weights(wrong, policy, 1, "fp32") as engine:
-        in_vllm = score_by_vllm(engine)
-    return {"megatron": errors_of(score_by_megatron(policy), logprobs), "vllm": errors_of(in_vllm, logprobs)}
+    result = {"megatron": errors_of(score_by_megatron(policy), logprobs)}
+    if in_vllm:
+        with vllm_with_weights(wrong, policy, 1, "fp32") as engine:
+            result["vllm"] = errors_of(score_by_vllm(engine), logprobs)
+    return result
 
 
-def in_world(rank: int, folder: str, cases: Mapping[str, Case], wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """wrong: pairs of a case and the directory, beside the case's, of the same checkpoint with another config."""
+def in_world(
+    rank: int, folder: str, cases: Mapping[str, Case], rounded: Sequence[str], wrong: Sequence[tuple[str, str, bool]]
+) -> dict[str, Any]:
+    """rounded: cases that vLLM runs in bf16 too. wrong: a case, the directory, beside the case's, of the same checkpoint with
+    another config, and whether vLLM runs it.
+    """
     cpu_patches.install()
     worlds = Worlds()
     root = Path(folder)
     return {
         "fp32": {name: run_fp32(str(root / name), case, worlds) for name, case in cases.items()},
-        "bf16": {name: run_bf16(str(root / name), case, worlds) for name, case in cases.items()},
-        "wrong": {other: run_wrong(str(root / name), str(root / other), worlds) for name, other in wrong},
+        "bf16": {name: run_bf16(str(root / name), case, worlds, name in rounded) for name, case in cases.items()},
+        "wrong": {other: run_wrong(str(root / name), str(root / other), worlds, too) for name, other, too in wrong},
     }
