@@ -83,7 +83,7 @@ def write_task(folder: Path) -> None:
     (folder / "play.py").write_text(ENVIRONMENT)
 
 
-def by_scores(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
+def by_scores(folder: Path, name: str, staleness: int | None, steps: int) -> dict[str, Any]:
     """A run that draws other prompts for what scores alike, all of them again in its first step, and passes over others."""
     first = list(map(int, PromptLoader(60, 8, shuffle=True, seed=1).next_step()))
     part = {"path": str(folder / "mine.py"), "function": "score", "args": {"first": first}}
@@ -93,15 +93,9 @@ def by_scores(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
         "data.curriculum": {},
         "algorithm.dynamic_sampling": {"max_rounds": 3},
         "reward": {"parts": [part], "max_without_verdict": 0.2, "above_max": "redraw"},
+        "trainer.steps": steps,
     }
     return config_of(folder, name, staleness, **changes)
-
-
-def with_greedy(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
-    """A run of two steps that compares with greedy responses."""
-    config = config_of(folder, name, staleness, **{"algorithm.estimator": "remax", "trainer.steps": 2})
-    del config["critic"], config["algorithm"]["bootstrap_truncated"]
-    return config
 
 
 ENVIRONMENT = '''
@@ -127,10 +121,11 @@ def judge(sample):
 '''
 
 
-def in_environment(folder: Path, name: str, staleness: int | None, **settings: Any) -> dict[str, Any]:
+def in_environment(folder: Path, name: str, staleness: int | None, steps: int, **settings: Any) -> dict[str, Any]:
     environment = {"path": str(folder / "play.py"), "function": "play", "max_turns": 3, "turn_tokens": 10, **settings}
     judge = {"name": "judge", "path": str(folder / "play.py"), "function": "judge", "workers": 1}
-    changes = {"rollout.environment": environment, "reward": {"parts": [judge, {"name": "has_eos"}], "max_without_verdict": 0.6}}
+    rewards = {"parts": [judge, {"name": "has_eos"}], "max_without_verdict": 0.6}
+    changes = {"rollout.environment": environment, "reward": rewards, "trainer.steps": steps}
     return config_of(folder, name, staleness, **changes)
 
 
@@ -186,18 +181,27 @@ def run(
 
 
 def run_until_killed(rank: int, config: dict[str, Any], victim: int, step: int, delay_s: float, resume: bool) -> None:
-    """Run this rank's part; the victim is killed so long after a step was logged."""
+    """Run this rank's part; the victim is killed so long after this run has logged a step, and before the one after the next."""
     log = Path(config["run"]["output_dir"], config["run"]["name"], "metrics.jsonl")
+    before = log.stat().st_mtime_ns if log.exists() else 0
 
     def kill() -> None:
-        while not log.exists() or log.read_text().count("\n") < step:
+        while not log.exists() or log.stat().st_mtime_ns == before or log.read_text().count("\n") < step:
             time.sleep(0.005)
         time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    plain = TrainingSide.add_logprobs
+
+    def add_logprobs(self: TrainingSide, record: Any) -> None:
+        if victim >= 0 and record.step == step + 2:
+            time.sleep(600.0)  # until the victim's end takes this rank along
+        plain(self, record)
+
     if rank == victim:
         threading.Thread(target=kill, daemon=True).start()
-    run(rank, config, resume=resume)
+    with mock.patch.object(TrainingSide, "add_logprobs", add_logprobs):
+        run(rank, config, resume=resume)
 
 
 def run_synchronous(rank: int, config: dict[str, Any]) -> None:

@@ -110,6 +110,16 @@ def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> di
     return set_keys(config, overrides)
 
 
+def bare(config: dict[str, Any], *, saves: bool = False) -> dict[str, Any]:
+    """`config` itself, without what a test that looks at metrics of steps does not read and every run pays for: evaluations,
+    trackers, the export, and checkpoints unless it saves."""
+    config["data"].pop("eval", None)
+    config["trainer"].pop("eval_every", None)
+    config["telemetry"]["trackers"] = []
+    config["checkpoint"] = {"export_at_end": False, **({} if saves else {"save_every": "never"}), **config.get("checkpoint", {})}
+    return config
+
+
 def set_keys(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`config` itself, with dotted keys set; sections that are missing are made."""
     for key, value in changes.items():

@@ -1,5 +1,5 @@
 """Staleness 0 is the synchronous run bit for bit in other layouts of both halves: engines that span ranks, two replicas, LoRA,
-FSDP2, freed gradients, a teacher, experts. Two of four ranks train; the synchronous run is on those two."""
+FSDP2, freed gradients, a teacher, greedy responses, experts. Two of four ranks train; the synchronous run is on those two."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ STEPS = 2
 LORA = {"rank": 4, "alpha": 8.0}
 FSDP2 = {f"{role}.engine": "fsdp2" for role in ("policy", "critic", "reference")}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one replica of two ranks": {"rollout.tp": 2, "critic.parallel": {"tp": 2}},
     "two replicas": {
         "policy.parallel": {},
-        "critic.parallel": {"tp": 2},
+        "algorithm.estimator": "remax",
         "policy.offload": ["gradients"],
         "policy.ema": {"decay": 0.5},
         "trainer.evaluate_with": "ema",
     },
     "fsdp2, lora merged": {**FSDP2, "policy.parallel": {}, "critic.parallel": {"cp": 2}, "rollout.tp": 2, "policy.lora": LORA},
     "experts": {"policy.parallel": {"ep": 2}, "critic.parallel": {"tp": 2, "sequence_parallel": True, "ep": 2}},
-    "lora apart": {"policy.lora": LORA, "rollout.adapter": "separate", "rollout.tp": 2},
+    "lora apart": {"critic.parallel": {"tp": 2}, "policy.lora": LORA, "rollout.adapter": "separate", "rollout.tp": 2},
 }
 
 
@@ -45,6 +44,8 @@ def layout_of(folder: Path, name: str, staleness: int | None) -> dict[str, Any]:
     if name == "experts":
         changes["policy.model"] = str(folder / "moe")
     config = config_of(folder, name_of(name, staleness), staleness, **changes)
+    if "estimator" in config["algorithm"]:
+        del config["critic"], config["algorithm"]["bootstrap_truncated"]
     if "lora" in config["policy"]:
         del config["reference"]  # the policy without its adapters
     return config
@@ -73,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(runs: Path, name: str) -> None:
     colocated, apart = (runs / name_of(name, staleness) for staleness in (None, 0))
     found = compare(colocated, apart)
-    assert found.tensors > 40 and found.values > 150
+    assert found.tensors > 40 and found.values > (140 if name == "two replicas" else 150)  # without those of a critic
     assert [one for one in found.differing if not one.startswith((*OWN, "state.json"))] == []
     samples = samples_of(colocated)
     assert len(samples) == STEPS * 16 and samples == samples_of(apart)
