@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ MARKER = "<image>"
 """Place of an image in a question."""
 MOST_IMAGES = 16
 """Of one prompt: vLLM plans its buffers by it."""
+THUMBNAIL = 192
+"""Pixels of a thumbnail's longer side: 1 to 8 KB as JPEG."""
 _PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
 _MOST_SIDE_RATIO = 200  # of the processor
 
@@ -113,6 +116,20 @@ class ImageStore:
 
         spans = [(first, first + rows * cols) for first, rows, cols in self._index[list(images)].tolist()]
         return numpy.concatenate([self._pixels[start:end] for start, end in spans])
+
+    def thumbnail(self, image: int) -> bytes:
+        """Return an image, as the tower sees it, as a JPEG of at most THUMBNAIL pixels a side."""
+        from PIL import Image
+
+        rows, cols = (size // self.merge for size in self.grid(image))
+        side = math.isqrt(self._meta["width"] // 3)
+        # The processor's order: patches of a feature follow each other, and each has its channels apart.
+        patches = self.patches([image]).reshape(rows, cols, self.merge, self.merge, 3, side, side)
+        pixels = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * self.merge * side, cols * self.merge * side, 3)
+        picture, content = Image.fromarray(pixels), io.BytesIO()
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+        picture.save(content, "JPEG", quality=70)
+        return content.getvalue()
 
     @property
     def scaling(self) -> tuple[list[float], list[float]]:

@@ -199,7 +199,7 @@ def build_ppo(
     rollout_side = RolloutSide(config.rollout, sampler, roles.policy, source, extras=greedy, rules=rules)
     extras = [*ahead, *extras_of_updates(config, models, refresh, run)]  # a canary raises before others change the state
     if config.telemetry.trajectories_every:
-        extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))
+        extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, store_of(data), log))
     if config.telemetry.histogram_interval:
         extras.append(Histograms(roles, run.steps, config.telemetry.histogram_interval, log))
     learned_by = {"sampling": sampling, "texts": data.ptx, "extras": extras}

@@ -3,6 +3,7 @@ extras in the same order, so hooks may be collective over the world."""
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from megappo.algo.kl import kl_estimate
 from megappo.algo.objectives import steered
 from megappo.algo.summaries import ratio_histogram
 from megappo.config.schema import EntropyTargetConfig, TrainConfig
+from megappo.data.images import IMAGE_BASE, ImageStore
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
@@ -58,15 +60,27 @@ def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed
 
 
 def trajectories_of(
-    record: StepRecord, prompt_of: Callable[[int], Prompt], drawn: Sequence[int], tokenizer: Tokenizer
+    record: StepRecord,
+    prompt_of: Callable[[int], Prompt],
+    drawn: Sequence[int],
+    tokenizer: Tokenizer,
+    images: ImageStore | None = None,
 ) -> list[dict[str, Any]]:
     """Return the records of the drawn samples by number on rank 0, nothing elsewhere. Collective over the world.
-    prompt_of, drawn: by the sample's number in the step, before any were left out."""
+    prompt_of, drawn: by the sample's number in the step, before any were left out. images: of the run."""
     places = _places_of(record)
     rows = [_row(record, places[number], prompt_of(number), number, tokenizer) for number in drawn if number in places]
+    rows = rows if images is None else [{**row, "images": _thumbnails(row["prompt_tokens"], images)} for row in rows]
     if place_in_world()[1] == 1:
         return rows
     return sorted((row for theirs in gathered_at(0, rows) for row in theirs), key=lambda row: row["sample"])
+
+
+def _thumbnails(tokens: Sequence[int], images: ImageStore) -> dict[int, str]:
+    """Map the ids of images among these tokens to small pictures, as data: URIs."""
+    shown = sorted({one for one in tokens if one >= IMAGE_BASE})
+    encoded = {one: base64.b64encode(images.thumbnail(one - IMAGE_BASE)).decode() for one in shown}
+    return {one: f"data:image/jpeg;base64,{content}" for one, content in encoded.items()}
 
 
 class _Place(NamedTuple):
@@ -305,11 +319,12 @@ class RefreshedReference(Extra):
 
 
 class Trajectories(Extra):
-    """Logs some samples in full every `telemetry.trajectories_every` steps. n: samples per prompt, which are drawn together."""
+    """Logs some samples in full every `telemetry.trajectories_every` steps. n: samples per prompt, which are drawn together.
+    images: of the run."""
 
-    def __init__(self, config: TrainConfig, n: int, tokenizer: Tokenizer, log: RunLog) -> None:
+    def __init__(self, config: TrainConfig, n: int, tokenizer: Tokenizer, images: ImageStore | None, log: RunLog) -> None:
         self._settings, self._seed, self._n = config.telemetry, config.run.seed, n
-        self._tokenizer, self._log = tokenizer, log
+        self._tokenizer, self._images, self._log = tokenizer, images, log
 
     def after_log(self, record: StepRecord) -> None:
         step, settings = record.step, self._settings
@@ -317,7 +332,8 @@ class Trajectories(Extra):
             left_out = record.rollout.left_out
             table = record.experience.table if left_out is None else left_out.experience.table
             drawn = draw_samples(table.num_trajectories, self._n, settings.trajectories_per_step, self._seed, step)
-            self._log.trajectories(step, trajectories_of(record, record.rollout.prompt_of, drawn, self._tokenizer))
+            rows = trajectories_of(record, record.rollout.prompt_of, drawn, self._tokenizer, self._images)
+            self._log.trajectories(step, rows)
 
 
 class Histograms(Extra):

@@ -60,9 +60,24 @@ def test_pixels_are_the_processors(folder: Path) -> None:
     assert [(1, *store.grid(one)) for one in range(len(store))] == [tuple(one) for one in theirs["image_grid_thw"].tolist()]
 
 
+def test_a_thumbnail_is_the_picture(folder: Path) -> None:
+    store = images_of(folder / "model", folder / "questions.jsonl", folder / "cache").store
+    pictures = [numpy.asarray(squares(counts, size, seed=number), float) for number, (counts, size) in enumerate(PICTURES)]
+    found = [numpy.asarray(Image.open(io.BytesIO(store.thumbnail(one))), float) for one in range(len(store))]
+    assert [one.shape for one in found] == [one.shape for one in pictures]  # none was resized, and none is larger than a thumbnail
+    assert all(abs(mine - theirs).mean() < 3 for mine, theirs in zip(found, pictures))  # JPEG loses at the edges of squares
+    assert abs(found[0] - pictures[0][:, ::-1]).mean() > 30, "negative control"
+    large = opened(folder, [{"prompt": "<image>", "images": base64_of(squares({"red": 9}, (256, 224)))}], "large").store
+    assert Image.open(io.BytesIO(large.thumbnail(0))).size == (192, 168)
+
+
+def base64_of(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
 def test_an_image_is_known_by_its_content_or_path_once(folder: Path) -> None:
-    content = png(squares({"red": 1}, (64, 64), seed=9))
-    uri = "data:image/png;base64," + base64.b64encode(content).decode()
+    picture = squares({"red": 1}, (64, 64), seed=9)
+    content, uri = png(picture), base64_of(picture)
     records = [
         {"prompt": "<image><image>", "images": ["0.png", uri]},
         {"prompt": "<image>", "images": {"path": str(folder / "0.png"), "bytes": None}},

@@ -87,6 +87,18 @@
     const kind = ["t", inPrompt && "prompt", given && "given", sample.special.includes(ids[place]) && "special"].filter(Boolean).join(" ");
     return make("span", { class: kind, "data-token": inPrompt ? "p" + place : place }, tokenText(texts[place]));
   }
+  // All tokens of an image are one picture.
+  function promptSpans(sample) {
+    const ids = sample.prompt_tokens;
+    return ids.flatMap((id, place) => {
+      const picture = sample.images[id];
+      if (!picture) return [tokenSpan(sample, place, true)];
+      if (ids[place - 1] === id) return [];
+      let end = place;
+      while (ids[end] === id) end += 1;
+      return [make("img", { class: "t prompt", "data-token": "p" + place, src: picture, alt: `image of ${end - place} tokens` })];
+    });
+  }
   function paint() {
     const sample = data.samples[state.picked], numbers = sample.fields[state.field] || [], limit = scale(state.field, sample);
     for (const span of document.querySelectorAll("#tokens .t:not(.prompt)")) {
@@ -101,7 +113,8 @@
     const place = Number(inPrompt ? key.slice(1) : key), ids = inPrompt ? sample.prompt_tokens : sample.tokens;
     const texts = inPrompt ? sample.prompt_texts : sample.texts;
     const row = (name, value, now) => make("tr", { class: now ? "now" : null }, make("th", {}, name), make("td", {}, value));
-    const rows = [row("token", `${JSON.stringify(texts[place])}  (${ids[place]})`), row("place", `${place + 1} of ${ids.length}${inPrompt ? ", prompt" : ""}`)];
+    const token = span.alt || JSON.stringify(texts[place]);
+    const rows = [row("token", `${token}  (${ids[place]})`), row("place", `${place + 1} of ${ids.length}${inPrompt ? ", prompt" : ""}`)];
     if (!inPrompt && !sample.mask[place]) rows.push(row("given", "not sampled by the policy"));
     else if (!inPrompt) for (const [field, name] of FIELDS) if (sample.fields[field]) rows.push(row(name, exact(sample.fields[field][place]), field === state.field));
     tip.replaceChildren(make("table", {}, make("tbody", {}, rows)));
@@ -151,7 +164,7 @@
       onmouseover: (event) => { const span = event.target.closest(".t"); if (span) explain(span); },
       onmouseleave: leaveTokens, onblur: leaveTokens, onkeydown: tokenKeys,
     });
-    tokens.append(...s.prompt_tokens.map((_, i) => tokenSpan(s, i, true)), ...s.tokens.map((_, i) => tokenSpan(s, i, false)));
+    tokens.append(...promptSpans(s), ...s.tokens.map((_, i) => tokenSpan(s, i, false)));
     if (s.finish === "length") tokens.append(make("span", { class: "end" }, " … cut"));
     panel.replaceChildren(
       make("h2", {}, `step ${s.step}, sample ${s.sample}: ${s.id}`),

@@ -1,7 +1,7 @@
 """Page of trajectories: one self-contained HTML file, which opens without a server or a network.
 
 A model's text is untrusted: it is in a JSON block that no text can end, page.js shows it as text nodes, and the page's policy runs
-no other script and loads nothing.
+no other script and loads nothing. Pictures of prompts are inside it, as data: URIs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence
         ],
         "samples": [_facts(analysis.samples[index], analysis) for index in chosen],
     }
-    return _html(name, finite_or_none(data)), more
+    pictures = any(analysis.samples[index].trajectory.images for index in chosen)
+    return _html(name, finite_or_none(data), pictures=pictures), more
 
 
 def choose(analysis: Analysis, most: int) -> list[int]:
@@ -77,7 +78,7 @@ def _facts(sample: Sample, analysis: Analysis) -> dict[str, Any]:
     trajectory = sample.trajectory
     shown = {"step", "sample", "id", "prompt", "answer", "response", "recipe", "finish", "version"}
     return {
-        **trajectory.model_dump(include=shown | {"prompt_tokens", "prompt_texts", "texts"}),
+        **trajectory.model_dump(include=shown | {"prompt_tokens", "prompt_texts", "texts", "images"}),
         "score": _short(trajectory.score),
         "parts": {name: _short(score) for name, score in trajectory.parts.items()},
         "tokens": trajectory.tokens.tolist(),
@@ -115,9 +116,10 @@ def json_block(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _html(name: str, data: Any) -> str:
+def _html(name: str, data: Any, *, pictures: bool) -> str:
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy += "; img-src data:" if pictures else ""
     title = escape(name.encode("utf-8", "replace").decode())
     return f"""<!DOCTYPE html>
 <html lang="en">

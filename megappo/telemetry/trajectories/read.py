@@ -28,6 +28,9 @@ Ids = Annotated[np.ndarray, PlainValidator(lambda value: np.array(_IDS.validate_
 Texts = Annotated[list[str], AfterValidator(lambda texts: list(map(sys.intern, texts)))]
 
 
+PICTURE = r"^data:image/jpeg;base64,[A-Za-z0-9+/]*={0,2}$"
+
+
 class Trajectory(BaseModel):
     """One sample. Arrays and lists have one entry per token of the response, from the first sampled token on."""
 
@@ -58,6 +61,8 @@ class Trajectory(BaseModel):
     fields: dict[str, Numbers]
     """Name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob, one without a teacher
     teacher_logprob."""
+    images: dict[str, Annotated[str, Field(pattern=PICTURE)]] = {}
+    """Id of an image's tokens in the prompt -> a small picture of it, as a data: URI."""
     special: frozenset[int] = Field(alias="special_tokens", strict=False)
     """Ids that stand for no text."""
 

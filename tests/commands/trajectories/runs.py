@@ -34,6 +34,7 @@ def record(tokens: Sequence[int] = (5, 6, EOS), **changes: Any) -> dict[str, Any
         "prompt_texts": ["<s>", "1+1="],
         "response_tokens": list(tokens),
         "response_texts": ["</s>" if token == EOS else f"w{token} " for token in tokens],
+        "images": {},
         "special_tokens": [1, EOS],
         "response_mask": [1] * count,
         "logprob": logprob,

@@ -12,6 +12,7 @@ from megappo.commands import cli
 from megappo.commands.trajectories import page as pages
 from megappo.commands.trajectories.analyse import analyse
 from megappo.commands.trajectories.page import choose, json_block, page
+from megappo.data.images import IMAGE_BASE
 from megappo.telemetry.trajectories.read import read_run
 from tests.commands.trajectories.browser import Document, open_page
 from tests.commands.trajectories.runs import EOS, long_run, record, write_run
@@ -32,6 +33,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert set(re.findall(r"[a-z]+://[^\s\"'`<]+", html)) == {"http://www.w3.org/2000/svg"}, "the name of a namespace"
     assert not re.search(r"\b(src|href|srcset|action)\s*=|@import|url\(|import\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", html)
     assert "default-src 'none'; script-src 'sha256-" in html and html.count("<script") == 2
+    assert "img-src" not in html, "allowed for pictures alone"
 
 
 def test_no_text_ends_the_block_of_data():
@@ -145,8 +147,20 @@ seen.words = items();
 seen.count = document.getElementById("count").textContent;
 all("circle[data-sample='1']")[0].dispatchEvent(new MouseEvent("click", {bubbles: true}));
 seen.dot = [picked(), items().length, all("circle.picked").map((dot) => dot.dataset.sample)];
+seen.pictures = all("#tokens img").map((one) => [one.alt, one.dataset.token, one.src]);
+seen.between = all("#tokens .t.prompt").map((token) => token.tagName + token.textContent);
 return seen;
 """
+
+
+# Two images in a prompt, one of two tokens.
+FIRST, SECOND = IMAGE_BASE + 3, IMAGE_BASE
+PIXEL = "data:image/jpeg;base64,/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAP/bAEMB/9k="
+SHOWN = {
+    "prompt_tokens": [1, FIRST, FIRST, 4, SECOND],
+    "prompt_texts": ["<s>", "", "", "1+1=", ""],
+    "images": {str(FIRST): PIXEL, str(SECOND): PIXEL},
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +168,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Document:
     """Four samples of two steps, opened at sample 2 and its advantages, in a browser."""
     folder = tmp_path_factory.mktemp("page")
     rows = {
-        1: [record(score=0.5), record((7, 8, 9, EOS), sample=1, score=1.0, finish="length")],
+        1: [record(score=0.5), record((7, 8, 9, EOS), sample=1, score=1.0, finish="length", **SHOWN)],
         2: [
             record(
                 (5, 6, 7, 8, EOS),
@@ -180,6 +194,20 @@ def test_tokens_are_shown_one_by_one_with_newlines_parts_of_characters_and_speci
     assert seen.result["prompt"] == "<s>1+1="
     assert seen.result["tokens"] == ["a↵\n↵\n", "·", "😀", " given", "</s>"]
     assert seen.result["classes"] == ["t prompt special", "t prompt", "t", "t", "t", "t given", "t special"]
+
+
+def test_an_image_is_one_picture_in_its_place(seen):
+    assert seen.result["pictures"] == [["image of 2 tokens", "p1", PIXEL], ["image of 1 tokens", "p4", PIXEL]]
+    assert seen.result["between"] == ["SPAN<s>", "IMG", "SPAN1+1=", "IMG"]
+
+
+@pytest.mark.parametrize(
+    "uri", ["https://elsewhere/a.jpg", "data:image/svg+xml;base64,PHN2Zz4=", 'data:image/jpeg;base64,"onload=x']
+)
+def test_other_pictures_are_refused(tmp_path, uri, capsys):
+    run = write_run(tmp_path / "run", {1: [record(**SHOWN | {"images": {str(FIRST): uri}})]})
+    assert cli.main(["trajectories", str(run), "--html", str(tmp_path / "page.html")]) == 2
+    assert f"line 1: images.{FIRST}: String should match pattern" in capsys.readouterr().err
 
 
 def strength(colour: str) -> float:
