@@ -5,6 +5,8 @@ What the overrides change is size, precision and layout; everything else is what
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,8 +147,17 @@ def write_family(folder: Path, family: Family) -> Path:
     write_checkpoint(folder, family.case, vocab_size=VOCAB, **family.changes)
     if family.fp8:
         quantise_checkpoint(folder, None, torch.bfloat16)
-    questions = [record["question"] for record in gsm8k("train")[:1000]]
-    return write_hf_tokenizer(folder, questions, VOCAB - 9, chat_template=family.template)
+    write_hf_tokenizer(folder, [], chat_template=family.template)
+    (folder / "tokenizer.json").write_text(_tokenizer())
+    return folder
+
+
+@functools.cache
+def _tokenizer() -> str:
+    """Train the tokenizer of all families, once; return its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        questions = [record["question"] for record in gsm8k("train")[:1000]]
+        return (write_hf_tokenizer(Path(folder), questions, VOCAB - 9) / "tokenizer.json").read_text()
 
 
 def overrides_of(family: Family, model: Path, output: Path) -> list[str]:

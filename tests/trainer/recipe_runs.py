@@ -1,4 +1,4 @@
-"""Runs in the world of test_recipes.py: every recipe's first two steps, and a third one after a resume, through `train`."""
+"""Runs in the world of test_recipes.py: every recipe's first two steps, of some a third one after a resume, through `train`."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ class ProbedPPO(PPO):
         return result
 
 
-def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_size: int) -> dict[str, Any]:
-    """name -> (logprob [T], entropy [T]) of the exported policy on the probe sequences. jobs: (name, recipe, overrides)."""
+def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str], bool]], vocab_size: int) -> dict[str, Any]:
+    """name -> (logprob [T], entropy [T]) of the exported policy on the probe sequences. jobs: (name, recipe, overrides, whether it
+    is resumed for a third step)."""
     sequences = probe_sequences(vocab_size)
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     ProbedPPO.probe = PackedBatch(tokens, cu_seqlens_of([len(sequence) for sequence in sequences]))
     assembly.PPO = ProbedPPO
     vllm_options.CPU_KV_CACHE_GIB = 0.03  # recipes set a share of a GPU's memory, beside which no key may say so
     said = {}
-    for name, recipe, overrides in jobs:
+    for name, recipe, overrides, resumes in jobs:
         try:
             run(recipe, [*overrides, "trainer.steps=2"], resume=False)
-            run(recipe, [*overrides, "trainer.steps=3"], resume=True)
+            if resumes:
+                run(recipe, [*overrides, "trainer.steps=3"], resume=True)
         except BaseException as error:
             error.add_note(f"in the run of {name}")
             raise

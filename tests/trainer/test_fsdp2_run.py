@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer.small_run import NUMBERS, branch_off, check_same_numbers, run_many, small_config, write_small_task
+from tests.trainer.small_run import NUMBERS, bare, branch_off, check_same_numbers, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS, MINI_BATCH = 2, 8
+STEPS, MINI_BATCH = 2, 16
 FSDP2 = {f"{role}.engine": "fsdp2" for role in ("policy", "critic", "reference")} | {"policy.parallel": {}, "critic.parallel": {}}
 CUT = {
     **FSDP2,
@@ -45,9 +45,12 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     optimizer = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01}
     changes = {"rollout.engine": "megatron", "policy.optimizer": optimizer, "critic.optimizer": optimizer}
     changes |= {"algorithm.mini_batch_size": MINI_BATCH, **RUNS[kind]}
-    return small_config(folder, name, steps=STEPS, **changes)
+    config = bare(small_config(folder, name, steps=STEPS, **changes), saves=name in SAVES)
+    config["checkpoint"]["export_at_end"] = name not in ("mixed", "cut", "vllm-cut", "placed")
+    return config
 
 
+SAVES = ("megatron", "fsdp2", "interrupted", "to-megatron")
 # name -> the run whose first step it has, and the engine that resumes it there
 INTERRUPTED = {"interrupted": ("fsdp2", "fsdp2"), "to-megatron": ("fsdp2", "megatron"), "to-fsdp2": ("megatron", "fsdp2")}
 

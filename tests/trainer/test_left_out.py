@@ -38,7 +38,7 @@ from megappo.trainer.scoring import score_responses
 from tests.rewards.samples import scorer_with
 from tests.rollout.responses import answered
 from tests.trainer.experiences import dealt
-from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import bare, run_many, set_keys, small_config, write_small_task
 from tests.trainer.test_advantages_and_updates import LETTERS
 from tests.worlds import spawn_world
 
@@ -286,14 +286,12 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def config_of(folder: Path, name: str, function: str = "score", **changes: Any) -> dict[str, Any]:
-    config = small_config(folder, name, steps=STEPS)
+    config = bare(small_config(folder, name, steps=STEPS), saves=name in ("best", "halves", "stop", "redraw"))
     usual = {
         "rollout.engine": "megatron",
         "reward": {"parts": [{"path": str(folder / "mine.py"), "function": function}], "max_without_verdict": 0.9},
-        "telemetry": {"trajectories_every": 1, "trajectories_per_step": 32},
-        "checkpoint.export_at_end": False,
+        "telemetry": {"trackers": [], "trajectories_every": 1, "trajectories_per_step": 32},
     }
-    del config["data"]["eval"], config["trainer"]["eval_every"]
     set_keys(config, {**usual, **changes})
     if changes.get("algorithm.estimator"):
         del config["critic"], config["algorithm"]["bootstrap_truncated"]

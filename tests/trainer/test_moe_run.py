@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer.small_run import SIZES, run_many, small_config, write_small_task
+from tests.trainer.small_run import SIZES, bare, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS = 3
+STEPS = 2
 AGREEMENT = 1e-5  # of probabilities, fp32
 _CONFIG: dict[str, Any] = dict(
     **SIZES,
@@ -67,18 +67,8 @@ def write_models(folder: Path) -> None:
 
 
 def config_of(folder: Path, name: str, model: str, **overrides: Any) -> dict[str, Any]:
-    return small_config(
-        folder,
-        name,
-        steps=STEPS,
-        **{
-            "policy.model": str(folder / model),
-            "policy.optimizer.lr": 5e-3,
-            "critic.optimizer.lr": 5e-3,
-            "trainer.eval_every": 0,
-            **overrides,
-        },
-    )
+    changes = {"policy.model": str(folder / model), "policy.optimizer.lr": 5e-3, "critic.optimizer.lr": 5e-3, **overrides}
+    return bare(small_config(folder, name, steps=STEPS, **changes))
 
 
 def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tuple[dict[str, Any], bool]]) -> None:
@@ -109,16 +99,16 @@ def runs(tmp_path_factory) -> Path:
     runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
     latent = {"policy.parallel": TP_SP_EP, "critic.parallel": {"ep": 2}, "policy.router_bias_rate": 0.01}
     runs += [(config_of(folder, "latent", "latent", **latent, **{"rollout.engine": "megatron"}), False)]
-    delta = {"policy.parallel": TP_SP_EP, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron", "trainer.steps": 2}
+    delta = {"policy.parallel": TP_SP_EP, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron"}
     runs += [(config_of(folder, "delta", "delta", **delta), False)]
-    runs += [(config_of(folder, "oss", "oss", **latent | {"policy.router_bias_rate": 0.0, "trainer.steps": 2}), False)]
+    runs += [(config_of(folder, "oss", "oss", **latent | {"policy.router_bias_rate": 0.0}), False)]
     gemma = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron"}
     runs += [(config_of(folder, "gemma", "gemma", **gemma), False)]
     # One update a step, so that every ratio is of the policy to itself.
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
     cut |= {"algorithm.entropy.coef": 0.01}
-    by_trainer = {**cut, "rollout.engine": "megatron", "trainer.steps": 2}
-    whole = {**by_trainer, "rollout.sampling": {**cut["rollout.sampling"], "replay_top_k_ids": False}}
+    by_trainer = {**cut, "rollout.engine": "megatron"}
+    whole = {**by_trainer, "trainer.steps": 1, "rollout.sampling": {**cut["rollout.sampling"], "replay_top_k_ids": False}}
     runs += [
         (config_of(folder, "truncated", "window", **{**window, **cut, "rollout.tp": 1}), False),
         (config_of(folder, "truncated_megatron", "moe", **moe, **by_trainer), False),
@@ -134,12 +124,10 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if "policy/loss" in row]
 
 
-@pytest.mark.parametrize(
-    "name, steps", [("moe", STEPS), ("window", STEPS), ("latent", STEPS), ("oss", 2), ("gemma", STEPS), ("delta", 2)]
-)
-def test_the_sampler_follows_the_trained_policy(runs: Path, name: str, steps: int) -> None:
+@pytest.mark.parametrize("name", ["moe", "window", "latent", "oss", "gemma", "delta"])
+def test_the_sampler_follows_the_trained_policy(runs: Path, name: str) -> None:
     rows = steps_of(runs, name)
-    assert len(rows) == steps
+    assert len(rows) == STEPS
     for row in rows:
         assert row["rollout/prob_diff_max"] < AGREEMENT
         assert row["policy/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
@@ -166,10 +154,10 @@ def test_a_window_hides_part_of_every_prompt(runs: Path) -> None:
     assert min(row["lengths/prompt_mean"] for row in steps_of(runs, "window")) > WINDOW
 
 
-@pytest.mark.parametrize("name, steps", [("truncated", STEPS), ("truncated_megatron", 2)])
-def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path, name: str, steps: int) -> None:
+@pytest.mark.parametrize("name", ["truncated", "truncated_megatron"])
+def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path, name: str) -> None:
     rows = steps_of(runs, name)
-    assert len(rows) == steps
+    assert len(rows) == STEPS
     for row in rows:
         assert row["rollout/prob_diff_max"] < AGREEMENT and row["rollout/top_k_overflow"] == 0.0
         assert 1.0 < row["rollout/top_k_ids"] < 5.0
