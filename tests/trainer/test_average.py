@@ -25,7 +25,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.compose import Scored
 from megappo.trainer import extras, rollout_side
 from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
-from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import bare, branch_off, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
 
@@ -112,7 +112,7 @@ STEERED = {
     **PTX,
 }
 
-WITHOUT = {"policy.ema": None, "trainer.evaluate_with": "policy"}
+WITHOUT = {"policy.ema": None}
 REFRESHED = {
     **WITHOUT,
     "algorithm.kl": {"coef": 0.01},
@@ -125,20 +125,25 @@ FROM_EMA = {
 }
 
 
+EVALUATED = (*ENGINES, "faulty")
+
+
 def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
-    """Without critic and reference; the average is evaluated at every step."""
+    """Without critic and reference; `EVALUATED` runs evaluate the average at every step."""
     changes = {key: str(folder / "data" / "sft.jsonl") if key == PTX_DATA else value for key, value in changes.items()}
-    config = small_config(folder, name, steps=steps)
+    config = bare(small_config(folder, name, steps=steps))
+    if name in EVALUATED:
+        set_keys(
+            config, {"data.eval": str(folder / "data" / "eval.jsonl"), "trainer.evaluate_with": "ema", "trainer.eval_every": 1}
+        )
     del config["critic"], config["reference"], config["algorithm"]["bootstrap_truncated"]
     usual = {
         "algorithm.estimator": "rloo",
         "algorithm.kl": {"placement": "none"},
         "rollout.engine": "megatron",
         "policy.ema": {"decay": DECAY},
-        "trainer.evaluate_with": "ema",
-        "trainer.eval_every": 1,
         "checkpoint": {"save_every": 1, "keep_last": STEPS, "export_at_end": False},
-        "telemetry": {"trajectories_every": 0},
+        "telemetry": {"trackers": [], "trajectories_every": 0},
     }
     return set_keys(config, {**usual, **ENGINES[engine], **changes})
 
@@ -159,15 +164,11 @@ def unscored_step(step: int) -> Iterator[None]:
 
 def run_all(rank: int, folder: Path) -> str:
     """Whole and resumed runs of both engines, and one whose average stays in the sampler: its error."""
-    for engine in ENGINES:
-        run_many(rank, [(config_of(folder, engine, engine), False)])
-        branch_off(folder, engine, f"{engine}-resumed", STEPS - 1)
-        run_many(rank, [(config_of(folder, f"{engine}-resumed", engine), True)])
-    keys = {**WITHOUT, **STEERED}
     with mock.patch.object(extras, "ENTROPY_STEP", 0.25):  # a change that is seen in a few steps
-        run_many(rank, [(config_of(folder, "steered", "megatron", **keys), False)])
-        branch_off(folder, "steered", "steered-resumed", STEPS - 1)
-        run_many(rank, [(config_of(folder, "steered-resumed", "megatron", **keys), True)])
+        for engine in ENGINES:
+            run_many(rank, [(config_of(folder, engine, engine, **STEERED), False)])
+            branch_off(folder, engine, f"{engine}-resumed", STEPS - 1)
+            run_many(rank, [(config_of(folder, f"{engine}-resumed", engine, **STEERED), True)])
     run_many(rank, [(config_of(folder, "refreshed", "megatron", **REFRESHED), False)])
     branch_off(folder, "refreshed", "refreshed-resumed", STEPS - 1)
     run_many(rank, [(config_of(folder, "refreshed-resumed", "megatron", **REFRESHED), True)])
@@ -267,9 +268,12 @@ def test_export_writes_the_average(runs: tuple[Path, str]) -> None:
     assert all(torch.equal(values.view_as(average[name]), average[name]) for name, values in exported.items())
 
 
-def test_the_steered_bonus_and_the_losses_of_correct_responses_and_of_texts_resume_to_the_bit(runs: tuple[Path, str]) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_steered_bonus_and_the_losses_of_correct_responses_and_of_texts_resume_to_the_bit(
+    runs: tuple[Path, str], engine: str
+) -> None:
     folder, _ = runs
-    whole, resumed = (steps_of(folder, name) for name in ("steered", "steered-resumed"))
+    whole, resumed = (steps_of(folder, name) for name in (engine, f"{engine}-resumed"))
     coef = 0.0
     for one, other in zip(whole, resumed, strict=True):
         assert [one[name] for name in COMPARED] == [other[name] for name in COMPARED]
@@ -307,7 +311,7 @@ def test_a_reference_follows_the_average_once_its_kl_is_above_the_limit(runs: tu
 def test_texts_are_learnt_beside_the_responses_and_counted(runs: tuple[Path, str]) -> None:
     """Of 6 to 12 tokens, none of which a step's own counts have."""
     folder, _ = runs
-    with_texts, without = steps_of(folder, "from-ema"), steps_of(folder, "megatron")
+    with_texts, without = steps_of(folder, "from-ema"), steps_of(folder, "refreshed")
     losses = [row["policy/ptx_loss"] for row in with_texts]
     assert losses[-1] < losses[0] and "policy/ptx_loss" not in without[0]
     first, plain = with_texts[0], without[0]

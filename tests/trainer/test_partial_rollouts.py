@@ -37,7 +37,7 @@ from megappo.trainer.prepare.data import sampling_notes
 from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import Counting, mini_batches, targets_of
 from tests.config.examples import train_config
-from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import bare, branch_off, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
 # Prompt, tokens of earlier steps, tokens of this one, and how the response stands: it ends, is cut, or goes on.
@@ -232,16 +232,16 @@ SAMPLES = N * PROMPTS_PER_STEP
 
 
 def config_of(folder: Path, name: str) -> dict[str, Any]:
-    config = small_config(folder, name, steps=STEPS)
-    del config["data"]["eval"], config["trainer"]["eval_every"]
+    config = bare(small_config(folder, name, steps=STEPS), saves=True)
+    telemetry = {"trackers": [], "trajectories_every": 1, "trajectories_per_step": SAMPLES}
     if name in RECIPES:
-        return set_keys(small_recipe(config, name), {"telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES}})
+        return set_keys(small_recipe(config, name), {"telemetry": telemetry})
     usual = {
         "rollout": {"engine": "megatron", "samples_per_prompt": N, "max_response_tokens": LONGEST},
         "rollout.partial_rollout_tokens": WINDOW,
         "data.prompts_per_step": PROMPTS_PER_STEP,
         "algorithm": {"mini_batch_size": SAMPLES // 2, "lam_value": 1.0, "kl": {"coef": 0.01}},
-        "telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES},
+        "telemetry": telemetry,
         "checkpoint.save_every": HALF,
     }
     return set_keys(config, usual)
@@ -263,7 +263,7 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
         "data.prompts_per_step": PROMPTS_PER_STEP,
         "algorithm.mini_batch_size": SAMPLES // 2,
         "trainer.steps": RECIPES[name],
-        "checkpoint.save_every": 0,
+        "checkpoint": {"save_every": "never", "export_at_end": False},
     }
     del recipe["trainer"]["eval_every"]
     for role in ("policy", "critic"):

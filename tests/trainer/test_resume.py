@@ -16,7 +16,7 @@ from tests.listening import WILDCARDS, Listener, Watch
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 EVALUATED = {"trainer.eval_every": HALF}  # as the last step of the first half is
 # Wall time, and what depends on it, is not part of the state.
 VOLATILE = (*MEASURED, "rollout/push_verified", "step")

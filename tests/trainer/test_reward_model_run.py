@@ -21,7 +21,7 @@ from tests.trainer.reward_models import scores_of_transformers, write_reward_mod
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-CENTER, SCALE, WEIGHT, STEPS = -0.2, 0.5, 0.5, 3
+CENTER, SCALE, WEIGHT, STEPS = -0.2, 0.5, 0.5, 2
 SUFFIX = "0="
 JUDGE: dict[str, Any] = {
     "rollout.engine": "megatron",

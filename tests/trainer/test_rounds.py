@@ -19,7 +19,7 @@ import torch
 from benchmarks.reliability.compare import MEASURED
 from megappo.data.loader import PassRates, PromptLoader
 from megappo.trainer.rounds import StepSamples
-from tests.trainer.small_run import branch_off, run_many, set_keys, small_config, write_small_task
+from tests.trainer.small_run import bare, branch_off, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS, HALF, PLACES, PROMPTS = 4, 2, 8, 60
@@ -29,17 +29,16 @@ SAMPLES = {"grpo": 4, "gae": 2, "part": 2}
 
 def config_of(folder: Path, name: str) -> dict[str, Any]:
     n = SAMPLES[name]
-    config = small_config(folder, name, steps=STEPS)
+    config = bare(small_config(folder, name, steps=STEPS), saves=True)
     usual = {
         "rollout.engine": "megatron",
         "rollout.samples_per_prompt": n,
         "data.prompts_per_step": PLACES,
         "algorithm.mini_batch_size": PLACES * n,
         "algorithm.dynamic_sampling": {"max_rounds": ROUNDS[name]},
-        "telemetry": {"trajectories_every": 1, "trajectories_per_step": PLACES * n},
+        "telemetry": {"trackers": [], "trajectories_every": 1, "trajectories_per_step": PLACES * n},
         "checkpoint.save_every": HALF,
     }
-    del config["data"]["eval"], config["trainer"]["eval_every"]
     if name == "grpo":
         del config["critic"], config["algorithm"]["bootstrap_truncated"]
         usual["algorithm.estimator"] = "grpo"
