@@ -114,7 +114,8 @@ def worlds_of(rank: int, path: str, layouts: list[dict]) -> dict[str, object]:
         results[str(layout)] = train(path, groups, batch, budget=64)
         results[f"{layout} offloaded"] = train(path, groups, batch, budget=64, offload=True)
         results[f"{layout} plain optimizer"] = train(path, groups, batch, budget=64, distributed=False)
-        results[f"{layout} non-finite"] = non_finite(path, groups, batch)
+        if layout.pp > 1 or dist.get_world_size() == 1:
+            results[f"{layout} non-finite"] = non_finite(path, groups, batch)
         for distributed in (True, False) if dist.get_world_size() > 1 else ():
             name = f"{layout} non-finite on rank 1, {'sharded' if distributed else 'plain'}"
             results[name] = non_finite_on_rank_1(path, groups, batch, distributed)

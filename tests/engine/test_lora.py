@@ -65,10 +65,8 @@ LAYOUTS = {
         for name, ranks, keys in (
             ("dp2", 2, {}),
             ("tp2", 2, {"parallel": {"tp": 2}}),
-            ("tp2 sp", 2, {"parallel": SP}),
             ("tp2 sp recomputed offloaded", 2, {"parallel": SP, "recompute": "full", "offload": OFFLOADED}),
             ("pp2", 2, {"parallel": {"pp": 2}}),
-            ("cp2", 2, {"parallel": {"cp": 2}}),
             ("tp2 sp pp2", 4, {"parallel": {**SP, "pp": 2}}),
             ("tp2 cp2", 4, {"parallel": {"tp": 2, "cp": 2}}),
         )
@@ -76,16 +74,18 @@ LAYOUTS = {
 }
 CASES = {"all": ("llama", LORA), "some, tied": ("qwen2_tied", SOME)}
 BF16 = "fsdp2 dp2"
-# Case, layout, value head: a policy in every layout; a critic where neither tests/parity nor a row below has one, and on four ranks
-# in one layout of each engine; and some modules where an engine cuts them in a way of its own. FSDP2 shards over dp x cp, so that
-# replicas beside tp are context ranks beside it too.
+# Case, layout, value head: a policy or a critic in every layout, as their adapters are alike, both in one of each engine, and some
+# modules where an engine cuts them in a way of its own. FSDP2 shards over dp x cp, so that replicas beside tp are context ranks
+# beside it too. tests/parity/test_lora.py has more layouts.
 TRAINED = [
-    *(("all", name, False) for name in LAYOUTS),
-    *(("all", name, True) for name in ("fsdp2 dp1", "fsdp2 dp2", "fsdp2 cp2", "megatron dp2")),
-    *(("all", name, True) for name in ("fsdp2 tp2 sp dp2", "megatron tp2 sp pp2")),
-    *(("some, tied", name, False) for name in ("fsdp2 dp2", "fsdp2 tp2", "fsdp2 cp2", "megatron tp2 sp", "megatron pp2")),
-    *(("some, tied", name, True) for name in ("fsdp2 tp2", "megatron tp2")),
-    ("some, tied", "megatron tp2 sp pp2", False),
+    *(("all", name, False) for name in ("fsdp2 dp1", "fsdp2 dp2", "fsdp2 dp2 recomputed offloaded", "fsdp2 tp2 sp recomputed")),
+    *(("all", name, False) for name in ("megatron dp2", "megatron tp2 sp recomputed offloaded", "megatron pp2")),
+    *(("all", name, True) for name in ("fsdp2 dp2", "fsdp2 cp2", "megatron dp2")),
+    *(("some, tied", name, False) for name in ("fsdp2 tp2", "megatron tp2 sp recomputed offloaded", "megatron pp2")),
+    ("some, tied", "megatron tp2", True),
+    ("all", "fsdp2 tp2 sp dp2", False),
+    ("all", "megatron tp2 cp2", False),
+    ("all", "megatron tp2 sp pp2", True),
 ]
 
 
@@ -230,17 +230,16 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[Any, Any]:
     found["merged"], found["kept"] = merged_parts(engine), resident(engine)
     engine.export(folder / "export", Path(bench.path))
     cut = bench.engine(LORA, LAYOUTS["fsdp2 tp2"].keys)
-    found["merged over tp"] = merged_parts(cut)
+    found["merged over tp"], found["bytes over tp"] = merged_parts(cut), bytes_of(cut)
     cut.export(folder / "export_of_tp", Path(bench.path))
     found["saved over tp"] = saved_names(cut)
     critic = bench.engine(LORA, keys, value_head=True)
     critic.export(folder / "critic_export", Path(bench.path))
     found["adapters"] = plain.adapters
-    for dtype in ("fp32", "bf16"):
-        for value_head in (False, True):
-            found["bytes", dtype, value_head] = bytes_of(bench.engine(LORA, {**keys, "dtype": dtype}, value_head=value_head))
-    found["bytes over tp"] = bytes_of(bench.engine(LORA, LAYOUTS["fsdp2 tp2"].keys))
     half = bench.engine(LORA, {**keys, "dtype": "bf16"})
+    built = {("fp32", False): engine, ("fp32", True): critic, ("bf16", False): half}
+    built["bf16", True] = bench.engine(LORA, {**keys, "dtype": "bf16"}, value_head=True)
+    found |= {("bytes", *kind): bytes_of(one) for kind, one in built.items()}
     found["bf16"] = {name: p.dtype for name, p in half.named_parameters().items()}
     found["bf16 logprobs"] = logprobs(half)
     dropping = LORA.model_copy(update={"dropout": 0.3})

@@ -15,7 +15,7 @@ from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
 SP = dict(tp=2, sequence_parallel=True)
-TWO = [dict(), SP, dict(cp=2), dict(pp=2, vpp=2)]
+TWO = [dict(), SP, dict(pp=2, vpp=2)]
 # fp32: a few hundred additions in another order; the values compared are of order 1.
 TOLERANCE = 1e-5
 
@@ -68,7 +68,7 @@ def test_budget_decides_the_number_of_micro_batches(runs) -> None:
     assert 1 < runs[BASE]["micro_batches"] < 9
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS])
+@pytest.mark.parametrize("layout", [BASE, LAYOUTS[-1]])
 def test_a_non_finite_gradient_is_skipped_everywhere_and_the_third_stops(runs, layout: str) -> None:
     result = runs[f"{layout} non-finite"]
     assert result["applied"] == [False, False] and result["unchanged"]

@@ -11,8 +11,8 @@ from tests.engine.runs import build_roles, recorded_batch
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
-LAYOUTS: list[dict] = [dict(pp=2), dict(pp=2, vpp=2)]
-RECOMPUTE = ("none", "full")
+CASES: list[tuple[dict, str]] = [(dict(pp=2), "none"), (dict(pp=2, vpp=2), "full")]
+"""(layout, recompute)"""
 FREED, KEPT = "freed", "kept"
 
 
@@ -46,11 +46,10 @@ def update_both_ways(rank: int, path: str) -> dict[tuple, dict[str, Any]]:
     cpu_patches.install()
     batch = recorded_batch()
     found = {}
-    for sizes in LAYOUTS:
+    for sizes, recompute in CASES:
         groups = build_groups(ParallelLayout(2, **sizes))
-        for recompute in RECOMPUTE:
-            for way in (FREED, KEPT):
-                found[tuple(sizes), recompute, way] = update(path, groups, batch, recompute, way)
+        for way in (FREED, KEPT):
+            found[tuple(sizes), recompute, way] = update(path, groups, batch, recompute, way)
     return found
 
 
@@ -84,8 +83,7 @@ def test_an_exchange_waits_for_the_message_alone_and_frees_what_was_sent(updates
         assert all(found["settings"] == [(True, False)] * 2 for found in of_rank.values())
 
 
-@pytest.mark.parametrize("layout", [tuple(sizes) for sizes in LAYOUTS])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("layout, recompute", [(tuple(sizes), recompute) for sizes, recompute in CASES])
 def test_outputs_that_were_sent_leave_no_bytes_and_change_no_bit(updates, layout: tuple, recompute: str) -> None:
     for of_rank in updates:
         freed, kept = (of_rank[layout, recompute, way] for way in (FREED, KEPT))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ PLACED: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("1-2", dict(tp=2)),
     "pp2": ("0,3", dict(pp=2)),
     "dp2": ("2-3", {}),
-    "cp2": ("1,3", dict(cp=2)),
 }
-PASS_S = 1.5
 MEETING_S = 1.0
+LONG_S, SHORT_S = 120.0, 1.0
+"""Limits of a wait for what happens, and for what does not."""
 
 
 def own_world(rank: int, path: str, folder: str) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def shared_world(rank: int, path: str, folder: str) -> dict[str, Any]:
         "policy": build_groups(ParallelLayout(2, tp=2), placement_of("0-1", WORLD), timeouts),
         "critic": build_groups(ParallelLayout(2, pp=2), placement_of("2-3", WORLD), timeouts),
     }
-    found["apart"] = timeline(path, own, shared_exchange=False)
-    found["together"] = timeline(path, own, shared_exchange=True)
+    found["apart"] = passes(path, own, shared_exchange=False)
+    found["together"] = passes(path, own, shared_exchange=True)
     found["diverged"] = diverged(path, own)
     found["non-finite"] = non_finite(path, built["tp2"])
     found["drift"] = drift(path, built["dp2"], built["tp2"])
@@ -79,21 +80,34 @@ def shared_world(rank: int, path: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def timeline(path: str, own: dict[str, Any], *, shared_exchange: bool) -> tuple[str, float, float]:
-    """(role, begin, end) of this rank's passes; the policy's loss sleeps PASS_S. shared_exchange: all ranks meet after a pass."""
+def came(name: str, ranks: Sequence[int], limit_s: float) -> bool:
+    """True once these ranks have told (`tell`) the name, False after the limit."""
+    try:
+        dist.distributed_c10d._get_default_store().wait([f"{name} {rank}" for rank in ranks], timedelta(seconds=limit_s))
+    except dist.DistError:
+        return False
+    return True
+
+
+def tell(name: str) -> None:
+    dist.distributed_c10d._get_default_store().set(f"{name} {dist.get_rank()}", "")
+
+
+def passes(path: str, own: dict[str, Any], *, shared_exchange: bool) -> tuple[str, bool]:
+    """(role of this rank, True if the critic was through with two passes before the policy's first one ended, which waits for
+    that). shared_exchange: all ranks meet after a pass.
+    """
     role = "policy" if own["policy"] is not None else "critic"
     policy, critic = build_roles(path, own[role], budget=10**6)
-    batch = recorded_batch()
-    if role == "policy":
-        report = policy._report
+    batch, name = recorded_batch(), f"through, {shared_exchange=}"
+    report, seen = policy._report, []
 
-        def slow(*arguments: Any, **named: Any) -> Any:
-            time.sleep(PASS_S)
-            return report(*arguments, **named)
+    def late(*arguments: Any, **named: Any) -> Any:
+        if not seen:
+            seen.append(came(name, (2, 3), SHORT_S if shared_exchange else LONG_S))
+        return report(*arguments, **named)
 
-        policy._report = slow  # type: ignore[method-assign]
-    dist.barrier()
-    begin = time.monotonic()
+    policy._report = late  # type: ignore[method-assign]
     for _ in range(2):
         if role == "policy":
             policy.logprobs(batch)
@@ -101,7 +115,8 @@ def timeline(path: str, own: dict[str, Any], *, shared_exchange: bool) -> tuple[
             critic.values(batch)
         if shared_exchange:
             dist.barrier()
-    return role, begin, time.monotonic()
+    tell(name)
+    return role, seen == [True]
 
 
 def diverged(path: str, own: dict[str, Any]) -> str:
@@ -167,7 +182,8 @@ def late(rank: int, groups: Any) -> str:
 def _alone(rank: int, path: str, folder: str) -> dict[str, Any]:
     """A broken group breaks the barrier at the end of a test world: leave with a world of its own for that."""
     found = shared_world(rank, path, folder)
-    time.sleep(2 * MEETING_S if rank != 1 else 0.0)  # a rank that leaves would be another reason for its peers
+    tell("all is over")
+    assert came("all is over", range(WORLD), LONG_S)  # a rank that leaves would be another reason for its peers
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found
@@ -200,16 +216,14 @@ def test_a_role_on_two_of_four_ranks_computes_what_a_world_of_two_does(found: An
 
 
 def test_roles_on_different_ranks_do_not_wait_for_each_other(found: Any) -> None:
-    ends = {rank: results["apart"] for rank, results in enumerate(found[1])}
-    assert [ends[rank][0] for rank in range(WORLD)] == ["policy", "policy", "critic", "critic"]
-    slow = min(ends[rank][2] - ends[rank][1] for rank in (0, 1))
-    quick = max(ends[rank][2] - ends[rank][1] for rank in (2, 3))
-    assert slow >= 2 * PASS_S and quick < PASS_S, (slow, quick)
+    roles, through = zip(*(results["apart"] for results in found[1]))
+    assert roles == ("policy", "policy", "critic", "critic")
+    assert through[:2] == (True, True), "the critic was through while the policy waited for it"
 
 
 def test_an_exchange_over_the_world_would_make_them_wait(found: Any) -> None:
     """Negative control."""
-    assert min(results["together"][2] - results["together"][1] for results in found[1]) >= 2 * PASS_S
+    assert not any(through for _, through in (results["together"] for results in found[1]))
 
 
 def test_a_diverged_schedule_is_named_on_the_roles_ranks_by_world_rank(found: Any) -> None:

@@ -6,7 +6,6 @@ They cannot differ in the number of micro-batches, which is agreed on; a rank th
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,13 @@ from tests.engine.runs import build_roles, recorded_batch
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
-# On more than two ranks there is a majority. Ranks 0 and 1 of "tp2 dp2" are one replica.
-LAYOUTS: dict[str, tuple[int, dict]] = {"tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp3": (3, {}), "tp2 dp2": (4, dict(tp=2))}
-OTHERS = {2: "rank 0 is", 3: "ranks 0, 2 are", 4: "ranks 0, 2-3 are"}
-REFUSED_S = 1.0
+# One replica, and three, of which two are a majority. More layouts are in tests/parallel/test_groups.py.
+LAYOUTS: dict[str, tuple[int, dict]] = {"pp2": (2, dict(pp=2)), "dp3": (3, {})}
+OTHERS = {2: "rank 0 is", 3: "ranks 0, 2 are"}
 
 
-def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
-    """Case -> (message of ScheduleDiverged, or "", seconds until then). Rank 1 is the one that differs."""
+def cases(rank: int, path: str, sizes: dict) -> dict[str, str]:
+    """Case -> message of ScheduleDiverged, or "". Rank 1 is the one that differs. A wait for it would end in another error."""
     import torch.distributed as dist
 
     from megappo.parallel import cpu_patches
@@ -41,13 +39,11 @@ def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
         logprob, _ = policy.logprobs(batch)
         batch = batch.with_fields({"logprob": logprob, "value": logprob})
         dist.barrier()
-        start = time.monotonic()
+        found[name] = ""
         try:
             body(policy, critic, batch)
         except ScheduleDiverged as error:
-            found[name] = str(error), time.monotonic() - start
-        else:
-            found[name] = "", time.monotonic() - start
+            found[name] = str(error)
 
     def another_kind(policy: Any, critic: Any, batch: Any) -> None:
         with policy.engine.train_mode():
@@ -91,11 +87,11 @@ def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def found(request, tmp_path_factory) -> list[dict[str, tuple[str, float]]]:
+def found(request, tmp_path_factory) -> list[dict[str, str]]:
     path = str(tmp_path_factory.mktemp("agreement") / "llama")
     write_checkpoint(path, "llama", num_hidden_layers=2)
     world, sizes = LAYOUTS[request.param]
-    return spawn_world(cases, world, path, sizes, timeout_s=60)
+    return spawn_world(cases, world, path, sizes)
 
 
 def no_loss(output: Any, micro: Any) -> Any:
@@ -121,22 +117,20 @@ def points(message: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_a_rank_at_another_point_is_named_at_once_on_all_ranks(found, case: str) -> None:
-    (message,) = {of_rank[case][0] for of_rank in found}
+def test_a_rank_at_another_point_is_named_on_all_ranks(found, case: str) -> None:
+    (message,) = {of_rank[case] for of_rank in found}
     theirs, others = DIFFERENCES[case]
     assert points(message) == {"rank 1 is": theirs, OTHERS[len(found)]: others}, "however the lengths of replicas differ"
-    # The mini-batches before the one that is missing are computed first.
-    assert all(of_rank[case][1] < (5 if case == "one mini-batch fewer" else REFUSED_S) for of_rank in found)
 
 
 def test_ranks_that_agree_pass(found) -> None:
     """Negative control: also after the refusals above, the world still works."""
-    assert all(of_rank["alike"][0] == "" for of_rank in found)
+    assert all(of_rank["alike"] == "" for of_rank in found)
 
 
-def test_a_rank_with_other_sequences_than_its_replica_is_named_at_once_on_all_ranks(found) -> None:
+def test_a_rank_with_other_sequences_than_its_replica_is_named_on_all_ranks(found) -> None:
     """With the rank that it differs from; ranks of other replicas have other sequences anyway, and are right."""
-    (message,) = {of_rank["other sequences"][0] for of_rank in found}
+    (message,) = {of_rank["other sequences"] for of_rank in found}
     if len(found) == 3:
         assert message == "", "each replica is one rank"
         return
@@ -144,4 +138,3 @@ def test_a_rank_with_other_sequences_than_its_replica_is_named_at_once_on_all_ra
     assert parts.keys() == {"rank 0 is", "rank 1 is"} and len(set(parts.values())) == 2
     for point in parts.values():
         assert re.fullmatch(r"a forward pass of the policy \(pass 2\) with lengths [0-9a-f]{8} of share 0", point)
-    assert all(of_rank["other sequences"][1] < REFUSED_S for of_rank in found)
