@@ -3,7 +3,8 @@
     python benchmarks/step_time.py            # every row
     python benchmarks/step_time.py --write    # and the table of docs/layouts.md
 
-A row with `chooses` gave a constant of a profile (`megappo/telemetry/hardware.yaml`) and is no test of the model."""
+A row with `chooses` gave a constant of a profile (`megappo/telemetry/hardware.yaml`) or of a framework and is no test of the model.
+Frameworks push weights in ways of their own: `frameworks` of the record has their constants with the sources."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megappo.commands.tune.candidates import Machine
+from megappo.commands.plan.memory import FP32, count_parameters
+from megappo.commands.tune.candidates import Choice, Machine
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.lengths import SPREAD, Lengths
 from megappo.commands.tune.parts import parts_of
 from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config
+from megappo.config.schema import TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout, placement_of
 from megappo.telemetry.hardware import Hardware, load_hardware
 from megappo.telemetry.tables import table
 from megappo.trainer.prepare.layouts import read_archs
@@ -36,11 +41,14 @@ BEGIN, END = "<!-- published steps begin here -->", "<!-- published steps end he
 WHOLE = ("total", "generate", "log-probs", "update", "push")
 PARTS = (*WHOLE, "trainer")
 BEFORE_OVERLAP = (0, 13)  # the last release of vLLM whose host never works beside the GPU (`tune/generation.py`, OVERLAPS_HOST)
+MOST_SEQUENCES = 1024  # of a replica at once, vLLM's default on these GPUs
+BF16 = 2
 Row = Mapping[str, Any]
 
 
 def predicted(row: Row, record: Mapping[str, Any], folder: Path, hardware: Hardware | None = None) -> dict[str, float]:
-    """Seconds by part of a published step, as `megappo tune --as-is` prices them. folder: for its files."""
+    """Seconds by part of a published step, as `megappo tune --as-is` prices them, with the constants of the framework that took it.
+    folder: for its files."""
     model = folder / row["model"]
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(record["models"][row["model"]]), encoding="utf-8")
@@ -49,15 +57,23 @@ def predicted(row: Row, record: Mapping[str, Any], folder: Path, hardware: Hardw
     path = folder / "run.yaml"
     path.write_text(json.dumps(base), encoding="utf-8")  # which is YAML too
     config = load_config(path, [f"{key}={value}" for key, value in row["set"].items()])
-    response = row.get("response")
+    response, framework = row.get("response"), record["frameworks"].get(row["base"])
     lengths = None if response is None else Lengths(response, config.rollout.max_response_tokens, row.get("spread", SPREAD))
-    machine = Machine(config.run.num_ranks or 1, hardware or load_hardware(row["gpu"]))
+    hardware = hardware or load_hardware(row["gpu"])
+    if framework is not None:
+        hardware = replace(hardware, sparse_layer_overhead_us=framework["sparse_layer_overhead_us"][row["gpu"]])
+        config = as_collected(config)
+    machine = Machine(config.run.num_ranks or 1, hardware)
     if "vllm" in row:
         major, minor = map(int, row["vllm"].split("."))
         # NeMo-RL runs a replica of several ranks under Ray, for whose executor vLLM's host does not work beside the GPU.
         alone = config.rollout.tp == 1
         machine = replace(machine, vllm=(major, minor) if alone else min((major, minor), BEFORE_OVERLAP))
-    choice = Search(config, read_archs(config), machine, workload_of(config, None, response, lengths), ()).as_written()
+    work = replace(workload_of(config, None, response, lengths), unpassed=frozenset(row.get("unpassed", ())))
+    archs = read_archs(config)
+    choice = Search(config, archs, machine, work, ()).as_written()
+    if framework is not None:
+        choice = with_refit(choice, archs["policy"], framework, row["source"])
     parts = {part.name: part.seconds or 0.0 for part in parts_of(choice)}
     return {
         "total": choice.total_s,
@@ -67,6 +83,31 @@ def predicted(row: Row, record: Mapping[str, Any], folder: Path, hardware: Hardw
         "trainer": parts["policy update"] + choice.rest_s,
         "push": parts.get("push weights", 0.0),
     }
+
+
+def as_collected(config: TrainConfig) -> TrainConfig:
+    """The places that NeMo-RL's collector of an asynchronous run fills: those of max_staleness steps (`algorithms/async_utils.py`,
+    `max_inflight`)."""
+    rollout = config.rollout
+    if rollout.max_staleness is None:
+        return config
+    replicas = len(placement_of(rollout.ranks, config.run.num_ranks or 1)) // rollout.tp
+    places = config.data.prompts_per_step * rollout.samples_per_prompt // replicas * rollout.max_staleness
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"max_num_seqs": min(places, MOST_SEQUENCES)})})
+
+
+def with_refit(choice: Choice, arch: ModelArch, framework: Mapping[str, Any], source: str) -> Choice:
+    """The step with NeMo-RL's push of weights: every rank of vLLM is handed the whole model. With vLLM on the same ranks the state
+    of the optimizer goes to pageable host memory before and comes back for the next update; beside vLLM on other ranks only v0.4
+    moved it, for the log-probs."""
+    parameters, config = count_parameters(arch, ParallelLayout(1), 0).total, choice.plan.config
+    trip = 3 * FP32 * parameters / choice.roles["policy"].layout.world_size / (framework["optimizer_gb_s"] * 1e9)
+    if config.rollout.max_staleness is None:
+        push, prepare = BF16 * parameters / (framework["refit_gb_s"] * 1e9) + trip, trip
+    else:
+        push = BF16 * parameters / (framework["broadcast_gb_s"] * 1e9)
+        prepare = 2 * trip if source == "nemo-0.4" else 0.0
+    return replace(choice, push_s=push, rest_s=choice.rest_s + prepare)
 
 
 def group_of(row: Row) -> str:
@@ -104,6 +145,7 @@ def page_lines(record: Mapping[str, Any], found: Mapping[str, Mapping[str, float
     for base, part in (("prime", "trainer"), ("bridge", "update"), ("sky", "update"), ("sky", "log-probs")):
         off = errors(record, base, part, found)
         lines += ["", f"{record['titles'][base]}, {part}: median error {median(off):.0%} of {len(off)}."]
+    lines += ["", f"Constants of NeMo-RL, none of them chosen by a row that is a test: {record['frameworks']['nemo']['sources']}."]
     return [*lines, "", "Sources: " + "; ".join(record["sources"].values()) + "."]
 
 

@@ -83,7 +83,6 @@ class Hardware:
     sample_overhead_us: Annotated[float, Field(ge=0)]
     step_overhead_s: Annotated[float, Field(ge=0)]
     push_gb_s: Rate
-    push_tensor_us: Annotated[float, Field(ge=0)]
     source: str
     calibration: Calibration = Calibration()
 

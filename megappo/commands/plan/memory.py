@@ -150,12 +150,6 @@ def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_
 
 
 @cache
-def count_tensors(arch: ModelArch) -> int:
-    """Count the tensors of the checkpoint."""
-    return len(hf_tensors(arch))
-
-
-@cache
 def _count_layer(arch: ModelArch, tp: int, ep: int, etp: int, kind: Kind) -> ParameterCount:
     """Count the parameters of a layer of this kind on one rank."""
     layout = ParallelLayout(lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)

@@ -201,7 +201,8 @@ class Choice:
         if self.plan.config.rollout.max_staleness is None or self.rollout.cost is None:
             return None
         sampling_s = self.rollout.cost.work_s + (self.rollout.evaluate_s or 0.0)
-        return Overlap(self.training_s + self.push_s + self.rest_s, sampling_s, self.rollout.cost.longest_s)
+        cost = self.rollout.cost
+        return Overlap(self.training_s + self.push_s + self.rest_s, sampling_s, cost.longest_s, cost.filled, cost.responses_s)
 
     @property
     def total_s(self) -> float:

@@ -35,6 +35,8 @@ from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import Hardware
 
+# Products are slower while collectives run beside them, by 18.9 % on average (Lee et al. 2025, arXiv 2507.03114, H100 and A100).
+SLOWER = 0.189
 Trained = PolicyConfig | AnyCriticConfig
 Settings = Trained | FrozenConfig
 
@@ -383,8 +385,9 @@ def exchange_s(weights: int, gradients: int, layout: ParallelLayout, layers: int
         times.append((gather + reduce, work.total_s - work.forward_s))
     if not hardware.is_gpu():
         return sum(talk for talk, _ in times)  # the cores that send are those that compute
-    # The next layer is gathered while one computes: only the first layer shows, and what computation is too short to hide.
-    return sum(max(talk / layers, talk - compute) for talk, compute in times)
+    # The next layer is gathered while one computes: only the first layer shows, what computation is too short to hide, and that it
+    # is slower meanwhile.
+    return sum(max(talk / layers, talk - compute) + min(talk, compute) * SLOWER / (1 + SLOWER) for talk, compute in times)
 
 
 def copies_s(weights: int, gradients: int, layout: ParallelLayout, hardware: Hardware, *, backward: bool) -> float:

@@ -7,8 +7,9 @@ Not counted: sampling. Under `rollout.partial_rollout_tokens` the tokens of earl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ class GenerationCost:
     """Seconds of decoding by what limits it."""
     filled: int = 1
     """Sequences that a replica decodes together where requests of other steps fill every place."""
-    responses_s: Sequence[float] = ()
+    responses_s: tuple[float, ...] = ()
     """Seconds of each response of a replica's step then, in the order in which they take a place."""
 
     @property
@@ -68,7 +69,7 @@ class GenerationCost:
             return self
         seconds = {name: factor * getattr(self, name) for name in ("prefill_s", "decode_s", "full_s", "longest_s")}
         limits = {limit: factor * one for limit, one in self.limits.items()}
-        return replace(self, **seconds, limits=limits, responses_s=[factor * one for one in self.responses_s])
+        return replace(self, **seconds, limits=limits, responses_s=tuple(factor * one for one in self.responses_s))
 
 
 def vllm_cost(
@@ -106,7 +107,8 @@ def vllm_cost(
         answers = (turns.count - 1) * turns.seconds
     longest = (prefill + full) * (waves - 1) / waves + rollout.drawn_tokens * token_s + answers
     decode, each = sum(limits.values()), -(-samples // waves)
-    return GenerationCost(prefill, decode, each, waves, full, longest, limits, filled, [one * token_s + answers for one in order])
+    responses = tuple(one * token_s + answers for one in order)
+    return GenerationCost(prefill, decode, each, waves, full, longest, limits, filled, responses)
 
 
 def _held_at_once(memory: RolloutMemory, workload: Workload) -> int:
@@ -148,28 +150,43 @@ class Overlap(NamedTuple):
     training_s: float
     sampling_s: float
     longest_s: float
+    places: int = 1
+    """Sequences that a replica decodes together."""
+    responses_s: tuple[float, ...] = ()
+    """Seconds of each response of a replica's step; empty if they are unknown."""
 
     @property
     def floor_s(self) -> float:
         """Seconds of a step when neither half waits for a single response."""
         return max(self.training_s, self.sampling_s)
 
-    def step_s(self, max_staleness: int) -> float:
-        """Seconds of a step whose requests begin up to `max_staleness` versions early. Steps are trained on in order, so the
-        longest response of each has max_staleness + 1 steps for itself and the training on it."""
+    def least_s(self, max_staleness: int) -> float:
+        """Seconds of a step, if no response waits for a place that one of another step has: steps are trained on in order, so
+        the longest response of each has max_staleness + 1 steps for itself and the training on it."""
         return max(self.floor_s, (self.longest_s + self.training_s) / (max_staleness + 1))
+
+    def step_s(self, max_staleness: int) -> float:
+        """Seconds of a step whose requests begin up to `max_staleness` versions early."""
+        if not self.responses_s:
+            return self.least_s(max_staleness)
+        seconds, _ = simulated(max_staleness, self.training_s, self.places, self.responses_s)
+        return max(self.least_s(max_staleness), seconds)
 
     def enough(self) -> int:
         """The smallest max_staleness that reaches the floor."""
-        return math.ceil((self.longest_s + self.training_s) / self.floor_s - 1e-9) - 1
+        least = math.ceil((self.longest_s + self.training_s) / self.floor_s - 1e-9) - 1
+        waits = (count for count in range(least, least + MOST_WAITS) if self.step_s(count) <= REACHED * self.floor_s)
+        return next(waits, least + MOST_WAITS)
 
 
 STEPS = 12  # times (max_staleness + 1), of a simulation
+MOST_WAITS, REACHED = 8, 1.02
 
 
-def mean_staleness(max_staleness: int, training_s: float, places: int, responses_s: Sequence[float]) -> float:
-    """Versions by which the weights that a response begins with are older than those that are trained on it, on average over a
-    simulated run of one replica. responses_s: seconds of the responses of a step."""
+@lru_cache(maxsize=1 << 10)  # a search asks for the seconds of the same choice again and again
+def simulated(max_staleness: int, training_s: float, places: int, responses_s: tuple[float, ...]) -> tuple[float, float]:
+    """(seconds of a step, versions by which the weights that a response begins with are older than those that are trained on it,
+    on average) of a simulated run of one replica. responses_s: seconds of the responses of a step."""
     free, trained = [0.0] * places, [0.0]  # when each place is free; when the update after each step has ended
     ages: list[int] = []
     steps = STEPS * (max_staleness + 1)
@@ -185,7 +202,8 @@ def mean_staleness(max_staleness: int, training_s: float, places: int, responses
             last = max(last, end)
             ages += [step - 1 - version] if 2 * step > steps else []
         trained.append(max(trained[-1], last) + training_s)
-    return sum(ages) / len(ages)
+    half = steps // 2  # steps come in bursts of max_staleness + 1, and this is a multiple of them
+    return (trained[-1] - trained[-1 - half]) / half, sum(ages) / len(ages)
 
 
 def megatron_s(
@@ -209,10 +227,9 @@ def push_s(
     hardware: Hardware,
     offloaded: int = 0,
     ends: tuple[Placement, Placement] | None = None,
-    tensors: int = 0,
 ) -> float:
     """Seconds to push the policy's weights into the replicas. offloaded: bytes that come from host memory first. ends: ranks of
-    policy and rollout; None for all ranks. tensors: of the checkpoint."""
+    policy and rollout; None for all ranks."""
     # Every rank receives its whole part of the model. Layers of stages on other nodes come over the network.
     loading = offloaded / hardware.host_bytes_per_s
     if memory is None:
@@ -222,14 +239,13 @@ def push_s(
     together = per_node if ends is None else ranks_together(ends[0], per_node)
     stages_here = max(1, together // policy.ranks_per_stage) if policy.pp > 1 else 1
     elsewhere = 0.0 if policy.ranks_per_stage >= policy.world_size else max(0.0, 1 - stages_here / policy.pp)
-    times, each = 1.0, tensors * hardware.push_tensor_us * 1e-6  # what it takes to hand over a tensor, however small
+    times = 1.0
     if ends is not None and ends[0] != ends[1]:
         senders, receivers = ends
-        each = each if senders.overlaps(receivers) else 0.0  # to ranks without the policy many go in a message
         # Nodes without a rank of the policy get everything over the network, and few ranks send to many one after the other.
         times = max(1.0, len(receivers) / len(senders))
         sending, receiving = ({rank // per_node for rank in one.ranks} for one in ends)
         elsewhere = elsewhere if receiving <= sending else 1.0
     wire = elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s
     # Every rank of vLLM converts and loads its own part, however many there are.
-    return loading + memory.weights * (times * wire + 1e-9 / hardware.push_gb_s) + each
+    return loading + memory.weights * (times * wire + 1e-9 / hardware.push_gb_s)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload
-from megappo.commands.tune.generation import mean_staleness
+from megappo.commands.tune.generation import simulated
 from megappo.commands.tune.parts import parts_of
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.work import Axis, span
@@ -144,15 +144,16 @@ def overlap_lines(choice: Choice) -> list[str]:
     """Say what bounds the step of an asynchronous run, and the smallest `rollout.max_staleness` that reaches its floor."""
     if (overlap := choice.overlap) is None:
         return []
-    training, sampling, longest = map(figures, overlap)
+    training, sampling, longest = map(figures, overlap[:3])
     config, cost, step = choice.plan.config.rollout, choice.rollout.cost, choice.total_s
     assert config.max_staleness is not None and cost is not None
-    age = mean_staleness(config.max_staleness, overlap.training_s, cost.filled, cost.responses_s)
+    _, age = simulated(config.max_staleness, overlap.training_s, cost.filled, cost.responses_s)
     return [
         f"  of a step training waits {figures(step - overlap.training_s)} s and the ranks that sample "
         f"{figures(max(0.0, step - overlap.sampling_s))} s; responses begin with weights {age:.2g} versions old on average",
         f"  asynchronous: the largest of training and push {training} s, sampling {sampling} s, and (longest response {longest} s, "
-        f"training and push) / (max_staleness + 1); rollout.max_staleness={overlap.enough()} reaches {figures(overlap.floor_s)} s",
+        f"training and push) / (max_staleness + 1), longer where responses wait for places that other steps have; "
+        f"rollout.max_staleness={overlap.enough()} reaches {figures(overlap.floor_s)} s",
     ]
 
 

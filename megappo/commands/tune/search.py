@@ -22,7 +22,7 @@ from megappo.commands.plan.estimate import (
     work_out,
 )
 from megappo.commands.plan.fsdp2 import count_own_parameters
-from megappo.commands.plan.memory import RoleMemory, count_parameters, count_tensors, fullest_moment
+from megappo.commands.plan.memory import RoleMemory, count_parameters, fullest_moment
 from megappo.commands.plan.phases import forward_passes
 from megappo.commands.plan.reserve import layout_bytes, reserve_bytes
 from megappo.commands.tune.candidates import (
@@ -287,7 +287,7 @@ class Search:
         plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory)
         loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
         ends = (self.placements["policy"], self.placements[ROLLOUT])
-        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends, count_tensors(self.archs["policy"]))
+        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends)
         pushing *= machine.hardware.calibration.push_weights / config.rollout.push_every
         rest = machine.hardware.step_overhead_s + self.workload.samples * machine.hardware.sample_overhead_us * 1e-6
         if self.workload.given:  # nothing is decoded, scored or pushed

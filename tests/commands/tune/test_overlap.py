@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from megappo.commands.tune.generation import Overlap, mean_staleness
+from megappo.commands.tune import generation
+from megappo.commands.tune.generation import Overlap
 
 STEPS, SAMPLES = 60, 256
 
@@ -42,6 +43,28 @@ def test_the_formula_is_within_5_percent_of_the_simulated_rule(training_s, slots
     assert enough == 0 or overlap.step_s(enough - 1) > overlap.floor_s
 
 
+@pytest.mark.parametrize("training_s, places", [(60.0, 512), (60.0, SAMPLES), (20.0, SAMPLES), (10.0, 64)])
+def test_a_step_waits_for_places_that_other_steps_have(training_s, places):
+    """By another simulation, whose responses differ from step to step. With room for one step two stand in each other's way."""
+
+    def lengths(step):
+        chance = random.Random(step)
+        found = [min(160.0, chance.lognormvariate(4.2, 0.8)) for _ in range(SAMPLES - 1)] + [160.0]
+        return chance.sample(found, len(found))
+
+    sampling_s = sum(lengths(1)) / places
+    waits_s = sampling_s * max(0.0, 1 - places / SAMPLES)
+    overlap = Overlap(training_s, sampling_s, 160.0 + waits_s, places, tuple(lengths(1)))
+    for max_staleness in (0, 1, 2, 4):
+        found = simulated(max_staleness, training_s, places, lengths)
+        assert overlap.step_s(max_staleness) == pytest.approx(found, rel=0.08), f"max_staleness {max_staleness}"
+    if places == SAMPLES:
+        assert overlap.least_s(1) < 0.92 * simulated(1, training_s, places, lengths), "negative control: without waiting"
+    enough = overlap.enough()
+    assert overlap.step_s(enough) <= generation.REACHED * overlap.floor_s
+    assert overlap.step_s(enough - 1) > overlap.floor_s
+
+
 @pytest.mark.parametrize("training_s, places", [(60.0, 512), (10.0, 64)])
 def test_responses_are_as_old_as_in_a_run_that_counts_pushes(training_s, places):
     """By the times of all events of another simulation, whose responses differ from step to step."""
@@ -58,7 +81,7 @@ def test_responses_are_as_old_as_in_a_run_that_counts_pushes(training_s, places)
                 heapq.heappush(free, ends[-1])
             trained.append(max(trained[-1], *ends) + training_s)
         ages = [step - 1 - sum(one <= begin for one in trained[1:step]) for step, begin in begins if 2 * step > STEPS]
-        found = mean_staleness(max_staleness, training_s, places, step_of)
+        _, found = generation.simulated(max_staleness, training_s, places, tuple(step_of))
         assert found == pytest.approx(sum(ages) / len(ages), abs=0.15), f"max_staleness {max_staleness}"
         assert 0 <= found <= max_staleness
         assert found == 1 or (max_staleness, places) != (1, 512), "nothing waits for a place: all are as old as allowed"
