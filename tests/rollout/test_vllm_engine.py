@@ -85,13 +85,21 @@ def long_requests(vocab: int = 131) -> list[Request]:
     return [Request(i, tuple(rng.randrange(3, vocab) for _ in range(170)), seed=i) for i in range(2)]
 
 
+def logits_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """Logits [len(ids), vocabulary]. A model's answers of the same ids, as those of other layouts mostly are, are computed once."""
+    known = vars(model).setdefault("known_logits", {})
+    if tuple(ids) not in known:
+        with torch.no_grad():
+            known[tuple(ids)] = model(input_ids=torch.tensor([ids])).logits[0]
+    return known[tuple(ids)]
+
+
 def distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float = 1.0) -> float:
     """Largest |log-prob difference| to transformers on the same tokens; 1e9 where a greedy token is not transformers' best."""
     worst = 0.0
     for request, response in zip(requests, responses, strict=True):
-        ids = torch.tensor([sequence(request, response)])
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)[len(request.prompt) - 1 : -1]
+        logits = logits_of(model, sequence(request, response))
+        logprobs = torch.log_softmax(logits.float() / temperature, -1)[len(request.prompt) - 1 : -1]
         chosen = logprobs.gather(1, torch.from_numpy(response.tokens).long()[:, None])[:, 0]
         worst = max(worst, float((chosen - torch.from_numpy(response.logprobs)).abs().max()))
     return worst
@@ -99,9 +107,7 @@ def distance(model: torch.nn.Module, requests: list[Request], responses: list[Re
 
 def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[Response]) -> bool:
     for request, response in zip(requests, responses, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([sequence(request, response)])).logits[0]
-        best = logits[len(request.prompt) - 1 : -1].argmax(-1)
+        best = logits_of(model, sequence(request, response))[len(request.prompt) - 1 : -1].argmax(-1)
         if best.tolist() != response.tokens.tolist():
             return False
     return True
@@ -259,8 +265,7 @@ def truncated_distance(
     """Largest |log-prob difference| to the renormalised top-k or nucleus distribution, written with a sort in float64."""
     worst = 0.0
     for request, response in zip(requests, responses, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([sequence(request, response)])).logits[0].double() / temperature
+        logits = logits_of(model, sequence(request, response)).double() / temperature
         for position, (token, logprob) in enumerate(
             zip(response.tokens.tolist(), response.logprobs.tolist()), start=len(request.prompt) - 1
         ):
