@@ -3,7 +3,8 @@
 # megappo with its CUDA kernels, built from a copy of this checkout in $venv/src. The checkout's own library is not touched.
 # Usage: scripts/setup_cuda_env.sh [--optional] [--existing] [--transformer-engine]
 #   --optional             exits 0 where the environment cannot be made; otherwise 2. One line says why in both cases.
-#   --existing             makes none: exits 3 and says so where there is none, otherwise copies and builds what changed.
+#   --existing             makes none: waits for one that is being made, exits 3 and says so where there is none, otherwise copies and
+#                          builds what changed.
 #   --transformer-engine   compiles TransformerEngine too (about 17 minutes on 2 cores), once.
 # The environment is .venv-cuda in the repository, or $MEGAPPO_CUDA_VENV; its Python $MEGAPPO_CUDA_PYTHON, else python3.12, else
 # python3.11. A new one wants $MEGAPPO_CUDA_FREE_GIB (16) of free disk. Finished installs are marked: a second call copies changed
@@ -42,9 +43,12 @@ for name in python3.12 python3.11; do
 done
 
 libraries="$venv/.megappo-cuda-$(cat requirements/cuda.txt requirements/constraints-cuda.txt | hash_of)"
-if [ -n "$existing" ] && [ ! -e "$libraries" ]; then
-  echo "setup-cuda: there is no finished environment in $venv (scripts/setup_cuda_env.sh makes it)" >&2
-  exit 3
+if [ -n "$existing" ]; then
+  [ ! -e "$venv/.lock" ] || { exec 9>"$venv/.lock"; flock 9; }
+  if [ ! -e "$libraries" ]; then
+    echo "setup-cuda: there is no finished environment in $venv (scripts/setup_cuda_env.sh makes it)" >&2
+    exit 3
+  fi
 fi
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}

@@ -41,11 +41,19 @@ needs_cuda_torch() {
   done
   [ $# = 0 ]
 }
+build=''
 if [ -z "$quick" ] && needs_cuda_torch "$@"; then
-  scripts/setup_cuda_env.sh --optional || echo "[test] the environment with a CUDA torch could not be made: see above" >&2
+  # Beside the other tests: it takes minutes, and those that need it wait for it (--existing). A session of its own, to be ended whole.
+  setsid bash -c 'scripts/setup_cuda_env.sh --optional \
+    || echo "[test] the environment with a CUDA torch could not be made: see above" >&2' &
+  build=$!
+  trap 'kill -- "-$build" 2>/dev/null || true' EXIT
 fi
 # Hundreds of processes import megappo: they compile it once.
 unset PYTHONDONTWRITEBYTECODE
 # One thread per process: the worlds of the tests are several processes on few cores.
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -n "$workers" --no-loadscope-reorder ${quick:+--quick} "${@:-tests}"
+code=0
+"$venv/bin/python" -m pytest -q -n "$workers" --no-loadscope-reorder ${quick:+--quick} "${@:-tests}" || code=$?
+[ -z "$build" ] || wait "$build"
+exit "$code"

@@ -24,8 +24,9 @@ from tests import tiers
 TESTS = Path(__file__).parent
 # Folders in the order in which they go to the workers, before the others: those whose tests take minutes first, so that none of
 # them is left to one worker at the end. Between them those that wait for most of their time (ranks that hang, limits that pass):
-# beside two others they cost none, and beside each other, or at the end, they leave cores idle (120 s of them).
-FIRST = ("trainer", "parity", "benchmarks", "scripts", "runtime", "host_cuda", "commands", "parallel", "engine", "rewards")
+# beside two others they cost none, and beside each other, or at the end, they leave cores idle (120 s of them). Late those that
+# need the environment with a CUDA torch, which test.sh makes meanwhile (scripts, host_cuda).
+FIRST = ("trainer", "parity", "benchmarks", "runtime", "commands", "parallel", "engine", "rewards", "scripts", "host_cuda")
 FIRST += ("rollout", "ops", "checkpoint", "telemetry", "models")
 
 # The workers and the worlds that they start share two cores: a slow example says nothing of the code.

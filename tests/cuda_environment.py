@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from functools import cache
@@ -12,14 +13,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def folder_of_environment() -> Path:
+    """Where it is, or would be; one that scripts/test.sh is making meanwhile is waited for."""
+    folder = ROOT / (os.environ.get("MEGAPPO_CUDA_VENV") or ".venv-cuda")
+    if (folder / ".lock").exists():
+        with (folder / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder
+
+
 @cache
 def _brought_up_to_date() -> tuple[Path, str]:
     """(folder, why it cannot be used or "")"""
-    folder = Path(os.environ.get("MEGAPPO_CUDA_VENV", ".venv-cuda"))
+    folder = folder_of_environment()
     done = subprocess.run(["scripts/setup_cuda_env.sh", "--existing"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 2, 3):  # 2 and 3: it is not there, and cannot be made
         raise AssertionError(f"scripts/setup_cuda_env.sh ended with {done.returncode}: {done.stderr or done.stdout}")
-    return ROOT / folder, done.stderr.strip() if done.returncode else ""
+    return folder, done.stderr.strip() if done.returncode else ""
 
 
 def cuda_environment() -> Path:
@@ -28,3 +38,9 @@ def cuda_environment() -> Path:
     if reason:
         pytest.skip(reason)
     return folder
+
+
+def kernels_of_environment() -> Path | None:
+    """Folder of the CUDA kernels that were compiled for it from this checkout's sources; None where there is none."""
+    folder, reason = _brought_up_to_date()
+    return None if reason else folder / "src/build/kernels"

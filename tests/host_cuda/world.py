@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests.cuda_environment import folder_of_environment
 from tests.host_cuda import build
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -46,11 +47,10 @@ class HostCudaWorldError(AssertionError):
 
 def python_of_cuda_torch() -> tuple[str | None, str]:
     """(interpreter, how it was found) or (None, why there is none)."""
-    named = os.environ.get("MEGAPPO_CUDA_VENV")
-    folder = Path(named) if named else REPOSITORY / ".venv-cuda"
+    folder = folder_of_environment()
     python = folder / "bin/python"
     if not python.exists():
-        how = "MEGAPPO_CUDA_VENV names none" if named else "scripts/setup_cuda_env.sh makes one"
+        how = "MEGAPPO_CUDA_VENV names none" if os.environ.get("MEGAPPO_CUDA_VENV") else "scripts/setup_cuda_env.sh makes one"
         return None, f"no CUDA build of torch at {folder} ({how})"
     try:
         build.torch_folder(str(python))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cuda_environment import ROOT
@@ -15,7 +18,7 @@ from tests.cuda_environment import ROOT
 TOOLS = ("awk", "bash", "cat", "cut", "df", "dirname", "env", "flock", "g++", "mkdir", "nvcc", "python3", "sha256sum", "touch")
 
 
-def setup(folder: Path, *options: str, without: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *options: str, without: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
     """The script with nothing on PATH but what it calls, on its way to a new environment in `folder`."""
     tools = folder / "bin"
     tools.mkdir()
@@ -29,7 +32,15 @@ def setup(folder: Path, *options: str, without: tuple[str, ...] = (), **variable
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MEGAPPO_", "CUDA_", "PIP_"))}
     # PIP_: where the caller has pip look; CUDA_: his toolkit.
     environ |= {"PATH": str(tools), "MEGAPPO_CUDA_VENV": str(folder / "venv"), **variables}
-    return subprocess.run([ROOT / "scripts/setup_cuda_env.sh", *options], env=environ, capture_output=True, text=True)
+    command = [ROOT / "scripts/setup_cuda_env.sh", *options]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def setup(folder: Path, *options: str, without: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """`start`, to its end."""
+    process = start(folder, *options, without=without, **variables)
+    said = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +75,19 @@ def test_an_environment_that_is_not_there_is_not_made_on_the_way(tmp_path: Path)
     done = setup(tmp_path, "--existing")
     assert done.returncode == 3 and "there is no finished environment in" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_an_environment_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
+    """As scripts/test.sh makes it beside the tests."""
+    (tmp_path / "venv").mkdir()
+    with (tmp_path / "venv/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with start(tmp_path, "--existing") as process:
+            while not any(child.name() == "flock" for child in psutil.Process(process.pid).children()):
+                assert process.poll() is None, "it did not wait"
+                time.sleep(0.01)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert process.wait(60) == 3
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
