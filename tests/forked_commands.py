@@ -18,14 +18,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megappo.commands.launch import fork_server, processes, training
+from megappo.commands.launch import fork_server, local, processes, training
 from megappo.commands.launch.processes import ForkedProcesses, RankProcess
 from megappo.runtime.helper_process import deaf_to_stop
 from tests.worlds import IMPORTED_ONCE
 
 
 def run_command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """`megappo ARGUMENTS` there, with this process's environment."""
+    """`megappo ARGUMENTS` there, with this process's environment. Ranks that it starts are forks of a child of it."""
     return _forked(_command, ["megappo", *map(str, arguments)], cwd)
 
 
@@ -89,9 +89,23 @@ def _rank(module: str, arguments: list[str], environment: dict[str, str]) -> Non
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+# Programs of the ranks that a command starts, where that is not the one of `megappo train`.
+PROGRAMS = {"verify": "megappo.commands.verify.rank", "tune": "megappo.commands.tune.rank"}
+
+
 def _command(words: list[str]) -> None:
     from megappo.commands import cli
 
+    ours, theirs = Pipe()
+    launcher = os.getpid()
+    with theirs, deaf_to_stop():
+        if os.fork() == 0:
+            ours.close()
+            sys.exit(_fork_ranks(os.dup(theirs.fileno()), launcher, PROGRAMS.get(words[1], training.RANK_MODULE)))
+    forks = _Forks(ours)
+    for home in (local, training):
+        setattr(home, "NewProcesses", lambda module: forks)
+    setattr(processes, "ForkedProcesses", lambda module, preload: forks)
     sys.exit(cli.main(words[1:]))
 
 
@@ -168,23 +182,14 @@ def _lead(words: list[str], output: str, errors: str, environment: dict[str, str
         name, function = call.split("=")
         home, attribute = function.split(":")
         getattr(importlib.import_module(home), attribute)(importlib.import_module(name))
-    ours, theirs = Pipe()
-    launcher = os.getpid()
-    with theirs, deaf_to_stop():
-        if os.fork() == 0:
-            ours.close()
-            sys.exit(_fork_ranks(os.dup(theirs.fileno()), launcher))
-    forks = _Forks(ours)
-    setattr(training, "NewProcesses", lambda module: forks)
-    setattr(processes, "ForkedProcesses", lambda module, preload: forks)
     _command(words)
 
 
-def _fork_ranks(descriptor: int, launcher: int) -> int:
+def _fork_ranks(descriptor: int, launcher: int, program: str) -> int:
     """Fork ranks, and in each of them return its exit code. An error that ends a rank is told as by an interpreter: multiprocessing
     would print it alone, and call no hook of the rank's."""
     try:
-        return fork_server.main(descriptor, launcher, training.RANK_MODULE, ())
+        return fork_server.main(descriptor, launcher, program, ())
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1

@@ -4,9 +4,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,15 @@ from tests.trainer.small_run import SIZES, small_config, write_small_task
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)[1:]
 BLOCKS = {section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", section, flags=re.M | re.S) for section in SECTIONS}
+THIRD_PARTIES = [
+    "torch",
+    "triton.language",
+    "pytest",
+    "hypothesis",
+    "transformers.models.auto.modeling_auto",
+    "megatron.core.optimizer",
+]
+THIRD_PARTIES += ["megatron.core.models.gpt", "transformers.models.qwen2.modeling_qwen2", "pandas", "pyarrow.compute", "yaml"]
 ESTIMATOR, FAMILY = "Add an advantage estimator", "Add a model family"
 EXAMPLES = {
     section.splitlines()[0]: "\n".join(re.findall(r"^```python\n(.*?)^```$", section, flags=re.M | re.S))
@@ -108,30 +120,68 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def run_in(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
+# Imports once what is not of the tree, and is a Python with these arguments (-c CODE or -m MODULE ...) in a fork for each line.
+SERVER = f"""
+import importlib, json, os, runpy, sys
+os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py imports it
+for name in {THIRD_PARTIES}:
+    importlib.import_module(name)
+del os.environ["TRITON_INTERPRET"]
+for line in sys.stdin:
+    (option, *words), environment, output = json.loads(line)
+    if (child := os.fork()) == 0:
+        for descriptor in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.environ.update(environment)
+        if option == "-c":
+            sys.argv = ["-c"]
+            exec(words[0], {{"__name__": "__main__"}})
+        else:
+            sys.argv = words
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        sys.exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Runner = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def run(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """(exit code, what was printed) of a Python with these arguments in the copy, and there with these variables."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], cwd=copy, env=environment, **pipes) as server:
+        assert server.stdin is not None and server.stdout is not None
+        requests, answers = server.stdin, server.stdout
+
+        def run_there(*arguments: str, **variables: str) -> tuple[int, str]:
+            said = tmp_path_factory.mktemp("said") / "said"
+            print(json.dumps([arguments, variables, str(said)]), file=requests, flush=True)
+            return int(answers.readline()), said.read_text("utf-8")
+
+        yield run_there
+        requests.close()
 
 
 @pytest.mark.slow
-def test_an_estimator_of_the_recipe_passes_the_tests_it_names_and_every_table_has_it(copy: Path) -> None:
+def test_an_estimator_of_the_recipe_passes_the_tests_it_names_and_every_table_has_it(copy: Path, run: Runner) -> None:
     tests = ["tests/trainer/test_estimators.py", "tests/algo/test_groups.py", "tests/config/test_keys_are_read.py"]
     named = "(median or every_key_is_read) and not ranks"
-    done = run_in(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
-    assert done.returncode == 0 and int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 4, done.stdout
+    code, said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
+    assert code == 0 and int(re.findall(r"(\d+) passed", said)[0]) >= 4, said
     pages = "import sys; sys.argv = ['scripts/reference_pages.py']; runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = run_in(copy, "-c", f"import runpy; from tests.parity.matrix import ALGORITHMS; print(ALGORITHMS['median']); {pages}")
-    assert done.returncode == 0 and done.stdout.startswith("{'algorithm__estimator': 'median'}\n"), done.stdout + done.stderr
+    code, said = run("-c", f"import runpy; from tests.parity.matrix import ALGORITHMS; print(ALGORITHMS['median']); {pages}")
+    assert code == 0 and said.startswith("{'algorithm__estimator': 'median'}\n"), said
     assert "Compares a response with the median" in (copy / "docs/config.md").read_text("utf-8")
     # Negative control: the loop finds a formula that is wrong.
     replace_once(copy / "megappo/algo/groups.py", "return scale * (exact - median)", "return scale * exact - median")
     replace_once(copy / "megappo/config/schema.py", "scale: PositiveFloat = 1.0", "scale: PositiveFloat = 2.0")
-    done = run_in(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests[:2], "-k", "median and not ranks")
-    assert done.returncode == 1 and "test_advantages_are_those_of_the_loops" in done.stdout
+    code, said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests[:2], "-k", "median and not ranks")
+    assert code == 1 and "test_advantages_are_those_of_the_loops" in said, said
 
 
 @pytest.mark.slow
-def test_a_family_of_the_recipe_trains_its_attention_bias_by_the_recipes_estimator(copy: Path, tmp_path: Path) -> None:
+def test_a_family_of_the_recipe_trains_its_attention_bias_by_the_recipes_estimator(run: Runner, tmp_path: Path) -> None:
     write_small_task(tmp_path)
     write_toy_checkpoint(tmp_path / "model")
     config = small_config(tmp_path, "toy", steps=2)
@@ -144,10 +194,15 @@ def test_a_family_of_the_recipe_trains_its_attention_bias_by_the_recipes_estimat
     config["trainer"] = {"steps": 2}
     config.pop("critic")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    done = run_in(copy, "-P", "-m", "megappo", "plan", str(tmp_path / "run.yaml"), "algorithm.lam=0.9", "algorithm.gamma=0.9")
-    assert done.returncode == 2 and "algorithm.estimator does not discount" in done.stderr and "algorithm.lam" in done.stderr
-    done = run_in(copy, "-P", "-m", "megappo", "train", str(tmp_path / "run.yaml"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = run("-m", "megappo", "plan", str(tmp_path / "run.yaml"), "algorithm.lam=0.9", "algorithm.gamma=0.9")
+    assert code == 2 and "algorithm.estimator does not discount" in said and "algorithm.lam" in said
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A rank of its own: `megappo train` would start another process.
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    code, said = run("-m", "megappo", "train", str(tmp_path / "run.yaml"), **alone)
+    assert code == 0, said
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", tmp_path / "runs/toy/export"))
     assert before.keys() == after.keys()
     biases = [name for name in before if name.endswith("bias")]

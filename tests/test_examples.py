@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,7 +174,7 @@ train(config, plan_run(config, 1, "cpu", resume=True).data, resume=True)
 """
 
 
-def test_changed_code_of_a_reward_is_told_on_resume_as_a_library_from_another_directory(trained, tmp_path):
+def test_changed_code_of_a_reward_is_told_on_resume_as_a_library_from_another_directory(trained, tmp_path, monkeypatch):
     """From the run's own record of its configuration, which names the file by its absolute path."""
     mine = trained.parent.parent / "rewards" / "mine.py"
     recorded = yaml.safe_load((trained / "config.yaml").read_text())["reward"]["parts"]
@@ -181,9 +182,13 @@ def test_changed_code_of_a_reward_is_told_on_resume_as_a_library_from_another_di
     assert recorded[1] == {"weight": 0.5, "path": str(mine), "function": "close"}
     mine.write_text(mine.read_text() + "# changed\n")
     (tmp_path / "resume.py").write_text(LIBRARY)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [*torchrun, tmp_path / "resume.py", trained / "config.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))  # as torchrun does
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    done = run_script(tmp_path / "resume.py", trained / "config.yaml", cwd=tmp_path)
     said = said_by(done) + done.stderr
     assert "the code of the reward rule mine.close has changed since step-2: scores may not be comparable" in said
     assert "mine.digits has changed" in said and "exact_match has changed" not in said and "reward.parts changed" not in said

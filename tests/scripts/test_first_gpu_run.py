@@ -3,6 +3,7 @@ them.
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -18,7 +19,7 @@ from scripts.gpu_run.page import BEGIN, END, into_docs
 from scripts.gpu_run.parts import _ON_CPU, PARTS, QUICK_SFT_STEPS, STEP, Part, Place
 from scripts.gpu_run.step import STAGES, planned
 from scripts.gpu_run.step import page as step_page
-from tests.forked_commands import run_code
+from tests.forked_commands import run_code, run_command, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,27 +180,56 @@ def test_the_quickstart_refuses_what_it_does_not_know():
         assert done.returncode != 0 and said in done.stderr and "[setup" not in done.stdout
 
 
+# In place of Python: takes note of its arguments.
+NOTES = """#!/bin/bash
+printf '%s\\0' "$@" END >>{calls}
+"""
+
+
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
     """Folder of a rehearsal without the parts whose commands others run here: doctor, selfcheck, step, fsdp2, bench, bench_step.
-    The agreement is run by itself, in a fork."""
+    The commands of the quickstart's script are run as it would run them, and the agreement by itself, in forks."""
     folder = tmp_path_factory.mktemp("rehearsal") / "out"
-    only = "machine,quickstart_2"
-    command = [sys.executable, "-m", "scripts.gpu_run", "--rehearse", "--out", str(folder), "--only", only]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout + (folder / "report.md").read_text()
-    (part,) = (one for one in PARTS if one.name == "agreement")
-    python, option, module, *words = part.command(Place("cpu", 0, True, folder))
-    assert (python, option, part.page) == (sys.executable, "-m", "agreement.md") and words[0].endswith("/quickstart_2/sft/export")
+    assert first_gpu_run.main(["--rehearse", "--out", str(folder), "--only", "machine"]) == 0
+    here, parts = Place("cpu", 0, True, folder), {one.name: one for one in PARTS}
+    script, *words = parts["quickstart_2"].command(here)
+    make_model, *trainings = noted(tmp_path_factory.mktemp("venv"), ROOT / script, *words)
+    made = run_script(ROOT / make_model[0], *make_model[1:], cwd=ROOT)
+    assert made.returncode == 0, made.stderr
+    for options, (command, *arguments) in ((words[:3], words[3:]) for words in trainings):
+        assert options == ["-P", "-m", "megappo"]
+        done = run_command(command, *arguments, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / f"{command}.log").write_text(done.stdout)
+    python, option, module, *words = parts["agreement"].command(here)
+    assert (python, option, parts["agreement"].page) == (sys.executable, "-m", "agreement.md") and words[0].endswith(
+        "/quickstart_2/sft/export"
+    )
     code = f"import runpy, sys; sys.argv[1:] = {words}; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     agreed = run_code(code, cwd=ROOT)
     assert agreed.returncode == 0, agreed.stdout + agreed.stderr
     return folder
 
 
+def noted(venv: Path, script: Path, *words: str) -> list[list[str]]:
+    """Arguments of every call of Python by a script that runs in an environment as this one."""
+    real = Path(os.environ.get("MEGAPPO_VENV") or ROOT / ".venv")
+    for mark in real.glob(".megappo-*"):  # it is set up
+        (venv / mark.name).touch()
+    (venv / "bin").mkdir()
+    (venv / "bin/python").write_text(NOTES.format(calls=venv / "calls"))
+    (venv / "bin/python").chmod(0o755)
+    environment = os.environ | {"MEGAPPO_VENV": str(venv)}
+    done = subprocess.run([script, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = (venv / "calls").read_text().split("\0END\0")
+    return [call.split("\0") for call in calls[:-1]]
+
+
 def test_a_rehearsal_runs_ppo_and_compares_with_vllm(rehearsal):
-    page = (rehearsal / "report.md").read_text()
-    assert page.count("| ok, ") == 2 and "held-out score:" in page
+    assert (rehearsal / "report.md").read_text().count("| ok, ") == 1
+    assert "held-out score:" in (rehearsal / "train.log").read_text()
     agreement = (rehearsal / "agreement.md").read_text()
     assert agreement.count("checksums equal") == 4
     means = [float(mean) for mean in re.findall(r"\| log-probs.* difference: mean (\S+),", agreement)]
