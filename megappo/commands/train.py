@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megappo.commands.launch import add_max_restarts
 from megappo.commands.parser import AddCommand, Parser
@@ -47,7 +48,9 @@ def main(args: argparse.Namespace, kind: str | None = None) -> int:
     name = "train" if kind is None else args.command
     command = [name, args.config, *args.overrides, *local_overrides(written, config)]
     command += [] if args.replay is None else ["--replay", args.replay]
-    return start_here(args, config, f"megappo {name} {args.config}", command=None if args.max_restarts else command)
+    replay = None if args.replay is None else Path(args.replay)
+    holder = f"megappo {name} {args.config}"
+    return start_here(args, config, holder, command=None if args.max_restarts else command, replay=replay)
 
 
 def _require_replayable(args: argparse.Namespace, staleness: int | None) -> None:

@@ -4,7 +4,7 @@ half has a loop of its own (`rollout/server.py`). Both meet in the whole world f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from megappo.config.errors import ConfigError
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.engine.base import Engine
@@ -34,6 +35,7 @@ from megappo.trainer.assembly import Claimed
 from megappo.trainer.experience.collect import SampleRequests, canary_requests, evaluation_requests, requests_of_step
 from megappo.trainer.extras import greedy_requests, greedy_sampling
 from megappo.trainer.prepare.data import RunData
+from megappo.trainer.run_facts import run_facts
 from megappo.trainer.sampling import engine_of, sampling_of_set, sampling_params, scorer_of
 from megappo.trainer.scoring import RewardsBeside
 
@@ -176,7 +178,7 @@ def _rollout_half(
 def _events_of(config: TrainConfig, claimed: Claimed, channel: Channel, script: Sequence[Event] = ()) -> EventLog:
     leads = channel.rank in channel.leaders
     path = _log_of(claimed.run_dir.root, channel.leaders.index(channel.rank)) if leads else None
-    return EventLog(path, _header(config, claimed), script)
+    return EventLog(path, _header(config, claimed.facts), script)
 
 
 def _rewards_of(config: TrainConfig, data: RunData) -> RewardsBeside | None:
@@ -228,6 +230,18 @@ def _log_of(run_dir: Path, replica: int) -> Path:
     return run_dir / "events" / f"replica-{replica}.log"
 
 
+def check_replay(config: TrainConfig, data: RunData, replay: Path, world_size: int) -> None:
+    """Read the logs of a run that is to be replayed, before ranks are started and a directory is claimed. ConfigError, in one line,
+    if one is missing, cut, changed, or of another configuration, data or version."""
+    header, replicas = _header(config, run_facts(config, data)), range(seats_of(config, world_size).replicas)
+    try:
+        changes = _changes(replay, replicas)
+        for replica in replicas:
+            _script_of(replay, replica, header, changes)
+    except ValueError as error:
+        raise ConfigError(f"--replay {replay}: {error}") from error
+
+
 def _script(
     config: TrainConfig, claimed: Claimed, replay: Path | None, leaders: Sequence[int]
 ) -> tuple[Sequence[Event], Sequence[Change] | None]:
@@ -236,20 +250,29 @@ def _script(
     rank = dist.get_rank()
     if replay is None:
         return (), None
-    changes = read_changes([_log_of(replay, replica) for replica in range(len(leaders))])
+    changes = _changes(replay, range(len(leaders)))
     if rank < leaders[0]:
         return (), changes
     replica = (rank - leaders[0]) // config.rollout.tp
+    return _script_of(replay, replica, _header(config, claimed.facts), changes), changes
+
+
+def _changes(replay: Path, replicas: Iterable[int]) -> list[Change]:
+    return read_changes([_log_of(replay, replica) for replica in replicas])
+
+
+def _script_of(replay: Path, replica: int, header: Mapping[str, Any], changes: Sequence[Change]) -> list[Event]:
     was_lost = [not one.joins for one in changes if replica in one.replicas][-1:] == [True]
-    return read_script(_log_of(replay, replica), _header(config, claimed), was_lost=was_lost), changes
+    return read_script(_log_of(replay, replica), header, was_lost=was_lost)
 
 
-def _header(config: TrainConfig, claimed: Claimed) -> dict[str, Any]:
-    """Return what a replay must share with its run, all that its numbers may depend on: dotted name -> JSON value."""
+def _header(config: TrainConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a replay must share with its run, all that its numbers may depend on: dotted name -> JSON value. facts: of the
+    run."""
     keys = config.model_dump(mode="json", exclude={"run": True, "telemetry": True, "checkpoint": True})
-    facts = {name: claimed.facts[name] for name in ("tokenizer", "versions")}
-    facts |= {"run.seed": config.run.seed, "facts": {"data": claimed.facts["data"], "reward": claimed.facts["reward"]["code"]}}
-    return dict(_leaves(json.loads(json.dumps({**keys, **facts}))))
+    shared = {name: facts[name] for name in ("tokenizer", "versions")}
+    shared |= {"run.seed": config.run.seed, "facts": {"data": facts["data"], "reward": facts["reward"]["code"]}}
+    return dict(_leaves(json.loads(json.dumps({**keys, **shared}))))
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,10 +17,12 @@ import pytest
 from benchmarks.reliability.compare import compare, compare_samples
 from megappo.commands.plan.report import in_flight_bytes
 from megappo.commands.plan.run import plan_run
+from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.runtime.ending import StopRequest
 from megappo.runtime.sections import GENERATING, TRAINING_HALF, last_section
+from megappo.trainer.halves import check_replay
 from tests.trainer.asynchronous_runs import (
     WORLD,
     by_scores,
@@ -302,6 +304,16 @@ def test_what_does_not_fit_is_refused_in_one_line_on_every_rank(task: tuple[Path
     for one in found:
         assert re.fullmatch("ValueError: .* is of a run with policy.optimizer.lr = 0.001, not 0.002; .*", one["other"])
         assert "rollout.max_staleness = 1, and the responses of 2 steps have begun; set it to 2" in one["smaller"]
+
+
+def test_a_replay_is_held_to_its_log_before_ranks_are_started(task: tuple[Path, Any]) -> None:
+    old = task[0] / "k2"
+    config = load_config(str(old / "config.yaml"), [])
+    data: Any = plan_run(config, WORLD, "cpu", resume=True).data
+    check_replay(config, data, old, WORLD)
+    other = load_config(str(old / "config.yaml"), ["rollout.cache_after_push=keep"])
+    with pytest.raises(ConfigError, match=f"--replay {old}: .* is of a run with rollout.cache_after_push = recompute, not keep; "):
+        check_replay(other, data, old, WORLD)
 
 
 def test_a_failure_of_either_half_names_rank_and_half(task: tuple[Path, Any]) -> None:

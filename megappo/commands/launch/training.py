@@ -57,13 +57,15 @@ def start_here(
     ranks: int | None = None,
     gpu_memory_gib: float | None = None,
     dry_run: bool = False,
+    replay: Path | None = None,
 ) -> int:
     """Check a run once, start its ranks on this machine and wait for them; return the exit code. A mistake is one line here, and
     would be a traceback of every rank there.
 
     args: with resume and max_restarts. holder: of the run's lease. command: of the ranks; None for one that reads the configuration
     that is recorded in the run directory, which later edits of the file do not reach. ranks, gpu_memory_gib: instead of the
-    configuration's and this machine's. dry_run: print the plan and start nothing."""
+    configuration's and this machine's. dry_run: print the plan and start nothing. replay: directory of the run that `command`
+    repeats, event by event."""
     from megappo.trainer.prepare.checks import check_inputs
 
     check_inputs(config, resume=args.resume)  # before anything that imports torch
@@ -94,6 +96,8 @@ def start_here(
     assert planned.data is not None, "only a plan of shapes has no data"
     if args.resume and _is_done(config, run_dir, planned.data.total_steps):
         return DONE
+    if replay is not None:
+        _check_replay(planned, replay, ranks)
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
     if copies is not None:
@@ -110,6 +114,14 @@ def start_here(
         if planned.plan.device == "cuda" or config.telemetry.hardware is not None:
             predict_here(planned, run_dir)
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
+
+
+def _check_replay(planned: PlannedRun, replay: Path, ranks: int) -> None:
+    from megappo.trainer.halves import check_replay
+    from megappo.trainer.prepare.data import RunData
+
+    assert isinstance(planned.data, RunData), "an asynchronous run has prompts"
+    check_replay(planned.plan.config, planned.data, replay, ranks)
 
 
 def predict_here(planned: PlannedRun, run_dir: Path) -> None:
