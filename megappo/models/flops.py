@@ -100,7 +100,7 @@ def _own_weights(arch: ModelArch) -> int:
     """Parameters of the layers that one token uses, from the shapes of transformers' parameters: top_k of the experts count."""
     weights = 0
     for parameter in arch.own:
-        if "layers." in parameter.name and len(parameter.shape) == 2:
+        if "layers." in parameter.name and (len(parameter.shape) == 2 or parameter.shape[1:2] == (1,)):  # a convolution's
             weights += prod(parameter.shape)
         elif len(parameter.shape) == 3 and arch.moe is not None:
             weights += prod(parameter.shape[1:]) * arch.moe.top_k

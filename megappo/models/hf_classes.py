@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoMod
 from megappo.data.images import ImageStore
 from megappo.data.packing import moved, pack
 from megappo.models.arch import VisionArch
-from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention, whole_sequences
+from megappo.models.attention import PackedSequences, grouped_attention, pad, unpad, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
 from megappo.models.hf_config import read_config, text_config
 from megappo.models.plain_attention import plain_attention
@@ -117,6 +117,7 @@ def build_on_meta(
     with torch.device("meta"):
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+        _keep_states_apart(model)
         if compiled:
             _compile_layers(model)
         if recompute == "full":
@@ -130,6 +131,29 @@ def build_on_meta(
         model.tie_weights()
         setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
     return whole
+
+
+def _keep_states_apart(model: PreTrainedModel) -> None:
+    """Let delta nets see each sequence of a packed batch alone."""
+    for layer in decoder_of(model).layers:
+        if (net := getattr(layer, "linear_attn", None)) is not None:
+            net.forward = functools.partial(_by_sequence, net.forward)
+
+
+@torch.compiler.disable  # reads lengths on the host
+def _by_sequence(
+    forward: Callable[..., Tensor], hidden_states: Tensor, packed: PackedSequences | None = None, **_: object
+) -> Tensor:
+    """Apply a delta net to hidden states [1, T, H]; without `packed` of one sequence."""
+    if packed is None:
+        return forward(hidden_states)
+    # What a sequence is padded with comes after it, and a delta net looks back alone.
+    grouping = packed.grouping()
+    padded, outputs = pad(hidden_states[0], grouping), []
+    for group in grouping.groups:
+        rows = padded.narrow(0, group.start, group.num_sequences * group.length)
+        outputs.append(forward(rows.view(group.num_sequences, group.length, -1)).flatten(0, 1))
+    return unpad(torch.cat(outputs), grouping)[None]
 
 
 def _add_tower(model: torch.nn.Module, vision: VisionArch, dtype: torch.dtype) -> None:

@@ -275,10 +275,7 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
         from megappo.models.any_model import describe_model
 
         return describe_model(path)
-    if engine == "fsdp2" and arch.delta is not None:
-        fix = "transformers' delta nets see other sequences of a packed batch; set the role's engine to megatron"
-        raise ValueError(f"{path}: {arch.family} does not run under engine fsdp2: {fix}")
-    if engine == "megatron" or arch.moe is None:
+    if engine == "megatron" or (arch.moe is None and arch.delta is None):
         return arch
     from megappo.models.any_model import with_own_parameters
 

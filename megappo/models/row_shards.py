@@ -188,7 +188,7 @@ def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piec
     start, stop = rows_of_rank(entries, 1 if parameter.constant else ranks, rank)
     rows, cols = shape_as_2d(parameter.shape)
     each = rows // entries  # rows of an entry of the first dimension: of an expert
-    return _cut(parameter, start * each, stop * each, cols, each if len(parameter.shape) == 3 else rows)
+    return _cut(parameter, start * each, stop * each, cols, each if each > 1 else rows)
 
 
 def _cut(parameter: OwnParameter, first: int, last: int, cols: int, slot_rows: int) -> Iterable[Piece]:

@@ -40,15 +40,15 @@ FSDP2 = "fsdp2 dp2"
 # (checkpoint of tests.models.checkpoints, role)
 MODELS = {
     "policy": ("llama", "policy"),
-    "policy tied": ("qwen2_tied", "policy"),
+    "policy tied": ("gemma3", "policy"),
     "critic": ("qwen3", "critic"),
 }
 EXPERTS = {
     "experts": ("qwen3_moe", "policy"),
-    "critic with experts": ("qwen3_moe", "critic"),
+    "critic with experts": ("glm4_moe", "critic"),
     "latent attention": ("deepseek_v3", "policy"),  # and corrections, which no optimizer has
     "stacked experts": ("gpt_oss", "policy"),  # one tensor for all of a layer in the file, a parameter each on Megatron
-    "delta nets": ("qwen3_next", "policy"),  # which fsdp2 does not run
+    "delta nets": ("qwen3_5_moe", "policy"),
 }
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
@@ -58,7 +58,7 @@ TOWER = {"tower": ("qwen3_vl", "policy")}  # of tests.models.vision_cases
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 # fsdp2 keeps the experts of a layer in one tensor; tp cuts no columns of experts without etp, and has other routers' copies.
 CHAIN_OF_EXPERTS = ("megatron ep2", FSDP2, "megatron tp2 sp", FSDP2, "megatron ep2")
-CHAIN_OF_DELTA_NETS = ("megatron ep2", "megatron tp2 sp", "megatron pp2")
+CHAIN_OF_DELTA_NETS = ("megatron ep2", FSDP2, "megatron tp2 sp", "megatron pp2")
 EXPERTS_GO_ON = (("megatron ep2", FSDP2), (FSDP2, "megatron ep2"))
 # model -> (writer, reader): every layout by one model, each direction by all.
 GOES_ON = {

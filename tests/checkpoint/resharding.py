@@ -229,15 +229,11 @@ def spread(values, start, parameter):
 
 def assemble(mine, engine, groups):
     """Hugging Face tensors from all ranks' pieces; copies on several ranks must be the same to the bit."""
-    from megappo.models.pieces import as_2d
+    from megappo.models.pieces import as_2d, rectangle
     from megappo.models.weight_map import hf_tensors
 
-    def matrix(piece):
-        tensor = mine[piece.local]
-        return tensor[piece.slot] if tensor.dim() == 3 else as_2d(tensor)
-
     held = [
-        (piece.hf, box, matrix(piece)[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
+        (piece.hf, box, rectangle(mine[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols).clone())
         for piece in engine.pieces()[groups.position]
         if piece.local in mine and (box := piece.box)
     ]

@@ -118,7 +118,8 @@ class MergedOracle(Oracle):
         parts = {kind: (kind,) for kind in parts} if turned else parts
         # Parameter -> its blocks of rows by expert, each with the name of its module.
         self.blocks: dict[str, list[list[str]]] = {}
-        linear = {f"{name}.weight" for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
+        named = [(name, module) for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
+        linear = {f"{name}.weight" for name, module in named if module.out_features > 1}  # a gate of shared experts has one
         for name, parameter in self.model.named_parameters():
             stem, _, last = name.rpartition(".experts.")
             if name in linear and ".layers." in name:

@@ -25,14 +25,15 @@ from tests.worlds import spawn_world
 # fp32 in another order of sums, relative to the largest number of a tensor.
 TOLERANCE = 5e-5
 CONTEXT = ("gpt_oss", "deepseek_v3")  # sinks are cut with the heads; values are narrower than keys
-REPLAYED = ("mixtral", "deepseek_v3", "gpt_oss", "minimax_m2")  # qwen3_moe chooses as mixtral does
-CRITICS = ("gpt_neox", "deepseek_v3", "gpt_oss")
+REPLAYED = ("mixtral", "deepseek_v3", "gpt_oss", "minimax_m2", "qwen3_5_moe_text")  # qwen3_moe chooses as mixtral does
+CRITICS = ("gpt_neox", "deepseek_v3", "gpt_oss", "qwen3_5_text")
 DENOMINATOR = 10.0
 LORA = LoraConfig(rank=3, alpha=6.0)
-# model type -> (adapters, of a critic). Fused projections; names without `model.`, and biases.
+# model type -> (adapters, of a critic). Fused projections; names without `model.`, and biases; delta nets, windows.
 ADAPTED = {
     "phi3": (LORA, True),
     "gpt_neox": (LORA, False),
+    "qwen3_5_text": (LORA, False),
 }
 # Adapters on every linear layer, experts' too -> what the oracle has to know. Names and parts of their own; latent attention, and
 # layers beside experts with the names of theirs; experts that are one tensor of the checkpoint.
@@ -40,6 +41,7 @@ EXPERTS_ADAPTED: dict[str, dict[str, Any]] = {
     "mixtral": {"prefix": "block_sparse_moe", "parts": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}},
     "deepseek_v3": {},
     "gpt_oss": {"turned": True},
+    "qwen3_5_moe_text": {},
 }
 
 

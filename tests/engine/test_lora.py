@@ -72,7 +72,12 @@ LAYOUTS = {
         )
     },
 }
-CASES = {"all": ("llama", LORA), "some, tied": ("qwen2_tied", SOME)}
+CASES = {
+    "all": ("llama", LORA),
+    "some, tied": ("qwen2_tied", SOME),
+    "windows": ("gemma3", LORA),
+    "windows, 8 bits": ("gemma3", INT8),
+}
 BF16 = "fsdp2 dp2"
 # Case, layout, value head: a policy or a critic in every layout, as their adapters are alike, both in one of each engine, and some
 # modules where an engine cuts them in a way of its own. FSDP2 shards over dp x cp, so that replicas beside tp are context ranks
@@ -86,6 +91,7 @@ TRAINED = [
     ("all", "fsdp2 tp2 sp dp2", False),
     ("all", "megatron tp2 cp2", False),
     ("all", "megatron tp2 sp pp2", True),
+    *((case, name, False) for case in CASES if "windows" in case for name in ("fsdp2 dp2", "megatron tp2 sp recomputed offloaded")),
 ]
 
 
@@ -358,13 +364,15 @@ def losses_of_rows() -> dict[bool, Any]:
 
 @pytest.fixture(scope="module")
 def oracles(folder) -> dict[tuple[str, bool], dict[str, Any]]:
-    return {
-        (case, value_head): Oracle(f"{folder}/{family}", lora, value_head=value_head).train(
-            losses_of_rows()[value_head], recorded_batch(), OPTIMIZER, STEPS
-        )
-        for case, (family, lora) in CASES.items()
-        for value_head in (False, True)
-    }
+    found = {}
+    for case, value_head in dict.fromkeys((case, value_head) for case, _, value_head in TRAINED):
+        family, lora = CASES[case]
+        path = folder / family
+        if lora.base_bits is not None:
+            write_rounded(path, path := folder / f"{family}_rounded")
+        oracle = Oracle(str(path), lora, value_head=value_head)
+        found[case, value_head] = oracle.train(losses_of_rows()[value_head], recorded_batch(), OPTIMIZER, STEPS)
+    return found
 
 
 @pytest.fixture(scope="module")

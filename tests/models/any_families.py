@@ -10,6 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.models.checkpoints import DELTA_NETS, fill_of_delta_net
+
 _BASE: dict[str, Any] = dict(
     vocab_size=131,
     hidden_size=64,
@@ -53,6 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "hunyuan_v1_dense": {},
     "llama": dict(attention_bias=True, mlp_bias=True),
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": {**DELTA_NETS, **_CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 32},
 }
 # name -> (model type, config), the beginning of its refusal
 _ROPE: dict[str, Any] = dict(rope_theta=1e4, factor=16.0, original_max_position_embeddings=16)
@@ -118,6 +122,8 @@ def write_any_checkpoint(folder: Path, kind: str, seed: int = 0, **changes: Any)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
                 tensor.uniform_(0.5, 1.5)
+            elif "full_attention_interval" in FAMILIES[kind] and (fill := fill_of_delta_net(name)) is not None:
+                fill(tensor)
             elif "sinks" in name or "correction" in name:
                 tensor.normal_(0, 0.5)
             elif "rotary" not in name and "scale" not in name:

@@ -165,6 +165,8 @@ def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int 
         model = transformers.Mistral3ForConditionalGeneration(composite_config(**changes)).float().eval()
     else:
         stem, _ = {**CASES, **EXPERT_CASES}[case]
+        if head != "CausalLM" and case in ("gemma3", "qwen3_5"):
+            stem += "Text"
         model = getattr(transformers, f"{stem}For{head}")(hf_config(case, **changes)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -283,7 +283,7 @@ def reference_with_adapters(model: transformers.PreTrainedModel, batch: PackedBa
             ".layers." in name
             and weight.dim() == 2
             and min(weight.shape) > 1
-            and not name.endswith(("mlp.gate.weight", "mlp.router.weight", "conv1d.weight", "_bias"))
+            and not name.endswith(("mlp.gate.weight", "moe.gate.weight", "mlp.router.weight", "conv1d.weight", "_bias"))
         ):
             shapes = {".lora_A.weight": (LORA.rank, weight.size(1)), ".lora_B.weight": (weight.size(0), LORA.rank)}
             a, b = (noise_of(module + part, shape).double() for part, shape in shapes.items())

@@ -1,20 +1,27 @@
 """The gated delta rule by chunks against its recurrence in fp64, and what a config says of delta nets."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megappo.commands.plan.memory import count_parameters
+from megappo.config.role_sections import ParallelConfig, PolicyConfig
 from megappo.models.arch import check_cp, check_tp
 from megappo.models.delta import delta_rule
+from megappo.models.flops import forward_flops
 from megappo.models.hf_config import arch_for, arch_of
 from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.pieces import Box
 from megappo.models.weight_check import check_headers
 from megappo.models.weight_map import hf_tensors
+from megappo.parallel.layout import ParallelLayout
+from megappo.trainer.prepare.layouts import fsdp2_problems
 from tests.models.checkpoints import hf_config, write_checkpoint
+from tests.trainer.public_models import facts_of
 
 SEQUENCES, LENGTH, KEY_HEADS, SHARED, KEY_DIM, VALUE_DIM = 2, 150, 2, 3, 16, 12
 
@@ -99,7 +106,7 @@ def test_delta_nets_that_cannot_be_are_refused_in_one_line(changes, message):
     assert "\n" not in str(refused.value)
 
 
-def test_layouts_and_engines_without_delta_nets_are_refused_with_the_way_out(tmp_path):
+def test_layouts_that_delta_nets_do_not_have_are_refused_with_the_way_out(tmp_path):
     arch = arch_of(config())
     with pytest.raises(ValueError, match="tp 8 does not divide the 4 attention heads"):
         check_tp(arch, 8)
@@ -109,9 +116,14 @@ def test_layouts_and_engines_without_delta_nets_are_refused_with_the_way_out(tmp
         with pytest.raises(ValueError, match="cp 4 does not divide .* its delta nets 2 key heads; the sizes that work are 1, 2$"):
             check_cp(arch, 2, 4, implementation)
         check_cp(arch, 2, 2, implementation)
+    section = PolicyConfig(model="m", engine="fsdp2", parallel=ParallelConfig(tp=2, cp=2, sequence_parallel=True))
     (tmp_path / "config.json").write_text(json.dumps(config()))
-    with pytest.raises(ValueError, match="qwen3_next does not run under engine fsdp2.*set the role's engine to megatron"):
-        arch_for(tmp_path, "fsdp2")
+    own = arch_for(tmp_path, "fsdp2")
+    tp, cp = fsdp2_problems("policy", section, own)
+    assert "policy.parallel.tp = 2: no tensor parallel plan for qwen3_next under fsdp2; set tp to 1" in tp
+    assert "policy.parallel.cp = 2: the delta nets" in cp and cp.endswith("set cp to 1, or policy.engine to megatron")
+    lengths = torch.tensor([7, 40])
+    assert forward_flops(own, lengths, value_head=False) == forward_flops(arch, lengths, value_head=False), "a class as its family"
 
 
 def test_experts_that_a_checkpoint_holds_in_one_tensor_are_read_one_by_one(tmp_path):
@@ -137,6 +149,22 @@ def test_experts_that_a_checkpoint_holds_in_one_tensor_are_read_one_by_one(tmp_p
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     part = read_box(reader.slice(name, hf_tensors(arch)[name])[0], Box(2, 5, 8, 24))
     assert torch.equal(part, each[name][2:5, 8:24])
+
+
+# Parameters of all tensors of the published files, and of their towers alone (27 blocks; features are as wide as the model).
+PUBLISHED = {"Qwen3.5-27B": (27_781_427_952, 460_730_096), "Qwen3.5-35B-A3B": (35_951_822_704, 446_571_248)}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_has_its_parameters(model: str):
+    """The files' further layer is one with attention, behind a product of two hidden states and three norms."""
+    arch, (total, tower) = arch_of(facts_of(model)), PUBLISHED[model]
+    whole, fewer = (
+        count_parameters(one, ParallelLayout(1), 0).total for one in (arch, replace(arch, num_layers=arch.num_layers - 1))
+    )
+    further = whole - fewer + 2 * arch.hidden_size**2 + 3 * arch.hidden_size
+    assert arch.delta is not None and arch.delta.layers[-4:] == (True, True, True, False)
+    assert whole + further + tower == total
 
 
 def test_a_gate_that_a_config_takes_away_is_refused():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -71,13 +72,15 @@ def convolution(x, weight, bias, activation, **_):
 def as_products() -> Iterator[None]:
     """Delta nets without the products of chunks, and without the outputs of their padded convolution, which are thrown away."""
     with ExitStack() as stack:
-        for of in (modeling_qwen3_next, modeling_qwen3_5_moe):
+        for of in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
             stack.enter_context(mock.patch.object(of, "torch_chunk_gated_delta_rule", delta_rule))
             stack.enter_context(mock.patch.object(of, "causal_conv1d_fn", convolution))
         yield
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2_tied", "qwen3", "mistral_window", "ministral3_tied", *EXPERT_CASES])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen2_tied", "qwen3", "mistral_window", "ministral3_tied", "gemma3", "qwen3_5", *EXPERT_CASES]
+)
 def test_a_forward_pass_has_as_many_operations_as_torch_counts(case: str) -> None:
     arch, found = counted(case, "CausalLM")
     assert forward_flops(arch, LENGTH, value_head=False, causal=False).total == found

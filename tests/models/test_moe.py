@@ -85,6 +85,7 @@ BF16 = [
 ADAPTED = [
     Job("sparse", layout(**SP, cp=2, etp=2), recompute="full", lora=True),
     Job("mixed", layout(pp=2, vpp=2, ep=2), lora=True),
+    Job("mixtral", layout(**SP, ep=2), lora=True),
     Job("glm", layout(**SP, ep=2, etp=2), lora=True),
     Job("oss", layout(**SP, cp=2, etp=2), recompute="full", lora=True),
     Job("next", layout(**SP, ep=2), lora=True),

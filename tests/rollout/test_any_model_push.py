@@ -59,17 +59,20 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(head_dim=32, intermediate_size=128, num_local_experts=8, rope_parameters=dict(_YARN, truncate=False)),
 }
 TENSOR_PARALLEL = ("gpt_oss",)
-ON_MEGATRON: dict[str, dict[str, Any]] = {
-    "gpt_oss": dict(ep=2)
-}  # a family, whose ranks on Megatron have a parameter for each expert
+_SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
+ON_MEGATRON: dict[str, dict[str, Any]] = {  # families, whose ranks on Megatron have a parameter for each expert
+    "mixtral": dict(**_SP, etp=2),
+    "glm4_moe": dict(pp=2),
+    "deepseek_v3": dict(**_SP, ep=2),
+    "gpt_oss": dict(ep=2),
+}
 
 ADAPTED = ("gemma3_text", "mixtral", "gpt_oss")  # all experts too
 _DELTA = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
 DELTA_NETS: dict[str, dict[str, Any]] = {  # which fsdp2 does not run, and vLLM on a CPU in bf16
     "qwen3_next": dict(**_DELTA, moe_intermediate_size=64),
-    "qwen3_5": _DELTA,  # of whose projections vLLM fuses other ones
+    "qwen3_5_moe": dict(**_DELTA, moe_intermediate_size=64),  # of whose projections vLLM fuses other ones
 }
-DELTA_LAYOUT: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 
 
 def run_case(path: str) -> dict[str, Any]:
@@ -97,6 +100,7 @@ def run_case(path: str) -> dict[str, Any]:
                 verified = engine.push_weights(version)["verified"]
                 responses = generate_all(engine, requests(), GREEDY)
                 far = distance(policy, requests(), responses)
+                found["routes on Megatron"] = routes_of_sampler(policy, responses)
                 train_once(policy)
                 found["megatron"].append((far, verified, distance(policy, requests(), responses)))
         if Path(path).name in ADAPTED:
@@ -114,7 +118,7 @@ def run_case(path: str) -> dict[str, Any]:
 
 def run_delta_nets(path: str) -> list[tuple[float, float, float]]:
     """(distance, 1.0 if checksums agree, distance after an update) of two pushes; with the mean of tokens, not the largest."""
-    policy = make_policy(path, ParallelLayout(RANKS, **DELTA_LAYOUT))
+    policy = make_policy(path, ParallelLayout(RANKS, **_SP))
     found = []
     with contextlib.closing(make_engine(path, 2, arch=policy.engine.arch, dtype=torch.bfloat16)) as engine:
         engine.connect(policy.engine)
@@ -222,11 +226,11 @@ def test_the_experts_that_vllm_records_are_those_of_the_trainer(world) -> None:
     """In fp32 both choose alike. The last token of a response is read by nobody, and a cached prefix is not computed."""
     for kind in CASES:
         for found in world:
-            if (routes := found[kind].get("routes")) is None:
-                continue
-            own, shifted = routes["sums"]
-            assert own["rerouted_sum"] == 0.0 < shifted["rerouted_sum"], kind
-            assert min(routes["missing"]) == 1 and own["routes_sum"] > 0, kind
+            for engine in ("routes", "routes on Megatron"):
+                if (routes := found[kind].get(engine)) is not None:
+                    own, shifted = routes["sums"]
+                    assert own["rerouted_sum"] == 0.0 < shifted["rerouted_sum"], kind
+                    assert min(routes["missing"]) == 1 and own["routes_sum"] > 0, kind
 
 
 @pytest.mark.parametrize("kind", ADAPTED)

@@ -37,8 +37,14 @@ DELTA: dict[str, Any] = dict(
     **EXPERTS, shared_expert_intermediate_size=24, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4
 )
 DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=12)
+SIGMOIDS: dict[str, Any] = dict(
+    **(dict(moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1)),
+    n_group=1,
+    topk_group=1,
+)
 NO_PAD: dict[str, Any] = dict(pad_token_id=None)  # its embedding would be zero, which a norm widens a thousand times
 OSS: dict[str, Any] = dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=4)
+MIXTRAL: dict[str, Any] = dict(num_local_experts=8, num_experts_per_tok=2)
 WINDOW = 4
 TP_SP_EP = {"tp": 2, "sequence_parallel": True, "ep": 2}
 
@@ -60,6 +66,10 @@ def write_models(folder: Path) -> None:
         "gemma": transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_CONFIG, sliding_window=WINDOW)),
         "delta": transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**{**_CONFIG, **DELTA, **NO_PAD})),
         "latent": transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**_CONFIG, **LATENT})),
+        "glm": transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**{**_CONFIG, **SIGMOIDS})),
+        "mixtral": transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**_CONFIG, **MIXTRAL})),
+        "dense_delta": transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**_CONFIG, **DELTA, **NO_PAD})),
+        "sparse_delta": transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**{**_CONFIG, **DELTA, **NO_PAD})),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -93,26 +103,35 @@ def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tupl
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
     write_models(folder)
-    moe = {"policy.parallel": {"ep": 2}, "critic.parallel": TP_SP_EP}
-    moe |= {"policy.router_aux_coef": 0.01, "critic.router_aux_coef": 0.01}
+
+    def critic(model: str, **keys: Any) -> dict[str, Any]:
+        return {"critic.model": str(folder / model), **{f"critic.{key}": value for key, value in keys.items()}}
+
+    # Critics are of other families than their policies, so that each is run.
+    moe = {"policy.parallel": {"ep": 2}, "policy.router_aux_coef": 0.01}
+    moe |= critic("moe", parallel=TP_SP_EP, router_aux_coef=0.01)
     window = {"policy.parallel": {"cp": 2}, "critic.parallel": {"pp": 2}, "rollout.tp": 2}
-    runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
-    latent = {"policy.parallel": TP_SP_EP, "critic.parallel": {"ep": 2}, "policy.router_bias_rate": 0.01}
-    runs += [(config_of(folder, "latent", "latent", **latent, **{"rollout.engine": "megatron"}), False)]
-    delta = {"policy.parallel": TP_SP_EP, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron"}
-    runs += [(config_of(folder, "delta", "delta", **delta), False)]
-    runs += [(config_of(folder, "oss", "oss", **latent | {"policy.router_bias_rate": 0.0}), False)]
-    gemma = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, "critic.parallel": {"pp": 2}, "rollout.engine": "megatron"}
-    runs += [(config_of(folder, "gemma", "gemma", **gemma), False)]
+    runs = [(config_of(folder, "moe", "mixtral", **moe), False), (config_of(folder, "window", "window", **window), False)]
+    sparse = {"policy.parallel": TP_SP_EP}
+    by_policy = {"rollout.engine": "megatron"}
+    latent = {**sparse, "policy.router_bias_rate": 0.01, "rollout.engine": "megatron"}
+    latent |= critic("glm", parallel={"ep": 2}, router_bias_rate=0.01)
+    runs += [(config_of(folder, "latent", "latent", **latent), False)]
+    runs += [(config_of(folder, "delta", "delta", **sparse, **by_policy, **critic("dense_delta", parallel={"pp": 2})), False)]
+    own = {"policy.parallel": {"ep": 2}, "critic.parallel": {"tp": 2, "sequence_parallel": True}}
+    runs += [(config_of(folder, "sparse_delta", "sparse_delta", **own, **by_policy), False)]
+    runs += [(config_of(folder, "oss", "oss", **sparse, **critic("mixtral", parallel={"ep": 2})), False)]
+    gemma = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, "critic.parallel": {"pp": 2}}
+    runs += [(config_of(folder, "gemma", "gemma", **gemma, **by_policy), False)]
     # One update a step, so that every ratio is of the policy to itself.
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
     cut |= {"algorithm.entropy.coef": 0.01}
-    by_trainer = {**cut, "rollout.engine": "megatron"}
+    by_trainer = {**cut, **by_policy}
     whole = {**by_trainer, "trainer.steps": 1, "rollout.sampling": {**cut["rollout.sampling"], "replay_top_k_ids": False}}
     runs += [
         (config_of(folder, "truncated", "window", **{**window, **cut, "rollout.tp": 1}), False),
-        (config_of(folder, "truncated_megatron", "moe", **moe, **by_trainer), False),
-        (config_of(folder, "not_replayed", "moe", **moe, **whole), False),
+        (config_of(folder, "truncated_megatron", "glm", **moe, **by_trainer), False),
+        (config_of(folder, "not_replayed", "glm", **moe, **whole), False),
     ]
     stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
     spawn_world(run_all, 2, runs, stale)
@@ -124,7 +143,7 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if "policy/loss" in row]
 
 
-@pytest.mark.parametrize("name", ["moe", "window", "latent", "oss", "gemma", "delta"])
+@pytest.mark.parametrize("name", ["moe", "window", "latent", "oss", "gemma", "delta", "sparse_delta"])
 def test_the_sampler_follows_the_trained_policy(runs: Path, name: str) -> None:
     rows = steps_of(runs, name)
     assert len(rows) == STEPS

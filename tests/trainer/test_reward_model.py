@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EP2 = {"ep": 2}
 # Every layout once, and every family in two: the layers are those of the critic, which other tables cover.
 TABLE = [("llama", layout) for layout in LAYOUTS] + [(model, layout) for model in MODELS for layout in ("tp2 sp", "pp2")][2:]
+# Classifiers of the newer families, whose layers too are those of the critic.
+NEWER = {"gemma3": "tp2 sp", "deepseek_v3": "tp2 sp", "gpt_oss": "pp2", "qwen3_next": "pp2", "qwen3_5": "tp2 sp"}
+MODELS |= {case: (case, {}) for case in NEWER}
+TABLE += NEWER.items()
 
 
 def prompts() -> list[Prompt]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -50,7 +51,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.telemetry.hardware import Hardware
-from megappo.trainer.prepare.layouts import copies_fit
+from megappo.trainer.prepare.layouts import fsdp2_problems
 
 # Factor on a working set, which is mostly activations: tests hold the estimate of activations to 10 %.
 MARGIN = 1.1
@@ -158,7 +159,7 @@ class Search:
                 recomputed = {"recompute": recompute} if hasattr(settings, "recompute") else {}
                 chosen = settings.model_copy(update={"parallel": parallel, **recomputed})
                 # The engine lacks this layout or recomputation.
-                if next(problems_of_role(role, chosen), None) is not None or not copies_fit(chosen, arch):
+                if next(chain(problems_of_role(role, chosen), fsdp2_problems(role, chosen, arch)), None) is not None:
                     continue
                 for tokens in budgets:
                     one = self.candidate(role, chosen.model_copy(update={"micro_batch_tokens": tokens}))

@@ -50,9 +50,23 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
     yield from _expert_problems(section, parallel, arch)
 
 
-def copies_fit(section: RoleConfig, arch: ModelArch) -> bool:
-    """True if the role's engine runs a model with these KV heads with its tp: fsdp2 cuts them and copies none."""
-    return section.engine == "megatron" or arch.num_kv_heads % section.parallel.tp == 0
+def fsdp2_problems(key: str, section: RoleConfig, arch: ModelArch) -> Iterator[str]:
+    """Yield what a role's layout would cut of its model that engine fsdp2 does not cut, one line each. key: of the section."""
+    if section.engine != "fsdp2":
+        return
+    tp, cp = section.parallel.tp, section.parallel.cp
+    megatron = f", or {key}.engine to megatron" if arch.family in FAMILIES else ""
+    if arch.own and tp > 1:
+        fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
+        yield problem(f"{key}.parallel.tp", tp, fix)
+    elif arch.num_kv_heads % tp:
+        does_not = f"does not divide the {arch.num_kv_heads} KV heads of this {arch.family} model, which fsdp2 does not copy"
+        largest = gcd(arch.num_kv_heads, arch.ffn_size)
+        fix = f"{does_not}; the largest tp that works is {largest}, or set {key}.engine to megatron"
+        yield problem(f"{key}.parallel.tp", tp, fix)
+    if arch.delta is not None and cp > 1:
+        fix = f"the delta nets of this {arch.family} model pass their sequence in order, and fsdp2 cuts none; set cp to 1{megatron}"
+        yield problem(f"{key}.parallel.cp", cp, fix)
 
 
 def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
@@ -184,15 +198,8 @@ def check_layouts(
 
 def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: ParallelLayout, layers: Implementation) -> None:
     """ConfigError if a role's section does not fit its model. key: of the section. layers: whose rules apply."""
-    if section.engine == "fsdp2" and arch.own and section.parallel.tp > 1:
-        megatron = f", or {key}.engine to megatron" if arch.family in FAMILIES else ""
-        fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
-        raise ConfigError(problem(f"{key}.parallel.tp", section.parallel.tp, fix))
-    if not copies_fit(section, arch):
-        does_not = f"does not divide the {arch.num_kv_heads} KV heads of this {arch.family} model, which fsdp2 does not copy"
-        largest = gcd(arch.num_kv_heads, arch.ffn_size)
-        fix = f"{does_not}; the largest tp that works is {largest}, or set {key}.engine to megatron"
-        raise ConfigError(problem(f"{key}.parallel.tp", section.parallel.tp, fix))
+    for message in fsdp2_problems(key, section, arch):
+        raise ConfigError(message)
     if section.compile and arch.moe is not None:
         fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
         raise ConfigError(problem(f"{key}.compile", True, fix))

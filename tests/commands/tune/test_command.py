@@ -237,9 +237,14 @@ def test_a_model_without_a_family_is_counted_by_its_engine(tmp_path, capsys):
     facts = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 32} | sizes | experts
     whole = ["policy.parallel.tp=1", "policy.parallel.pp=1", "policy.parallel.layers_per_stage=null"]
     engines = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
-    code, told = tune(capsys, write_run(tmp_path, facts), "--gpu", "h100", "--as-is", *whole, *engines)
+    path, found = write_run(tmp_path, facts), tmp_path / "all.json"
+    code, told = tune(capsys, path, "--gpu", "h100", "--as-is", *whole, *engines)
     assert code == 0, told.err
     assert any(line.split()[:2] == ["policy", "update"] for line in told.out.splitlines())
+    # Nor is tp proposed, which a run refuses.
+    assert tune(capsys, path, "--gpu", "h100", "--gpus", 4, "--json", found, *whole, *engines)[0] == 0
+    roles = json.loads(found.read_text())["roles"]
+    assert all("policy.parallel.tp=1" in one["overrides"] for one in roles["policy"]) and len(roles["policy"]) > 1
 
 
 def test_a_run_says_which_part_of_the_model_is_off(tmp_path, capsys):

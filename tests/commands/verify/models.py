@@ -89,6 +89,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": facts_of("gpt-oss-120b"),
     "gemma3": GEMMA3,
     "qwen3_next": facts_of("Qwen3-Next-80B-A3B-Instruct"),
+    "qwen3_5_moe": facts_of("Qwen3.5-35B-A3B"),
+    "glm4_moe": facts_of("GLM-4.5"),
+    "deepseek_v3": facts_of("DeepSeek-V3"),
     "qwen2_5_vl": facts_of("Qwen2.5-VL-3B-Instruct"),
     "qwen3_vl": facts_of("Qwen3-VL-4B-Instruct"),
 }

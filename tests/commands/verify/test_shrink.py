@@ -107,7 +107,7 @@ def sizes(parallel: ParallelConfig) -> ParallelConfig:
 
 def check_features(theirs: Any, small: Any) -> None:
     """Of architectures: optional parts that one has, the other has too."""
-    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps", "sliding_rope", "activation", "softmax_scale"):
+    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps", "sliding_rope", "activation"):
         assert getattr(small, feature) == getattr(theirs, feature), feature
     for feature in ("type", "theta", "factor", "low_freq_factor", "mscale", "llama4_beta"):
         assert getattr(small.rope, feature) == getattr(theirs.rope, feature), feature
@@ -117,12 +117,19 @@ def check_features(theirs: Any, small: Any) -> None:
     assert small.output_gate == theirs.output_gate and (small.delta is None) == (theirs.delta is None)
     if theirs.delta is not None:
         shared = [arch.delta.value_heads // arch.delta.key_heads for arch in (small, theirs)]
-        assert len(set(small.delta.layers)) == 2 and shared[0] == shared[1] and small.delta.by_key_head
+        assert len(set(small.delta.layers)) == 2 and shared[0] == shared[1]
+        assert small.delta.by_key_head == theirs.delta.by_key_head
+    scales = [
+        arch.softmax_scale and arch.softmax_scale * (1 if arch.latent is None else arch.key_dim**0.5) for arch in (small, theirs)
+    ]
+    assert scales[0] == pytest.approx(scales[1]) and (small.latent is None) == (theirs.latent is None)
     assert set(small.sliding_layers) == set(theirs.sliding_layers)
     if theirs.sliding_window is not None:
         assert small.sliding_window < LONGEST_SEQUENCE, "the window hides nothing"
     if theirs.moe is not None:
-        assert small.moe.norm_topk_prob == theirs.moe.norm_topk_prob
+        for feature in ("norm_topk_prob", "sigmoid", "scaling", "shared_gate"):
+            assert getattr(small.moe, feature) == getattr(theirs.moe, feature), feature
+        assert (small.moe.groups > 1) == (theirs.moe.groups > 1) and bool(small.moe.shared_size) == bool(theirs.moe.shared_size)
         assert bool(small.moe.dense_layers) == bool(theirs.moe.dense_layers)
         assert 4 <= small.moe.num_experts and 1 < small.moe.top_k < small.moe.num_experts
     if theirs.vision is not None:

@@ -2,19 +2,25 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
+import transformers
 
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems, world_problems
 from megappo.config.loading import load_config
 from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.config.supervised import SftConfig
+from megappo.models.families.registry import FAMILIES
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.trainer.prepare.layouts import check_layouts, check_weights, model_paths, model_problems, read_archs
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
+from tests.models import any_families
+from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
 SIX = TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32}
@@ -326,3 +332,47 @@ def test_fine_tuning_is_checked_alike(tmp_path):
     with pytest.raises(ConfigError, match="data.max_tokens = 257: the policy has 256 positions"):
         check_layouts(long, read_archs(long), 4)
     assert set(check_layouts(load_config(path, ["policy.parallel.tp=2"], SftConfig), read_archs(config), 4)) == {"policy"}
+
+
+PAGE = (Path(__file__).parents[3] / "docs/engines.md").read_text()
+ROWS = re.findall(r"^\| ([\w, ]+) \| (yes|no) \| (yes|no) \| (yes|no|without experts') \| (yes|no), (yes|no) \|$", PAGE, re.M)
+STATED = {family: tuple(cells) for families, *cells in ROWS for family in families.split(", ")}
+WHOLE = ["policy.parallel.tp=1", "critic.parallel.pp=1"]
+FSDP2 = [*WHOLE, *(f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference"))]
+ADAPTED = [*WHOLE, NONE, "policy.lora.rank=8"]
+OF_ATTENTION = "policy.lora.targets=[q_proj, o_proj]"
+
+
+def test_the_page_has_every_family():
+    assert STATED.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_page_says_of_a_family_is_what_a_run_is_told(tmp_path, family):
+    """By the checks of a run; of exports by the classes that transformers has."""
+    stem = FAMILIES[family].stem
+    if family == "mixtral":
+        facts = any_families.config_of(family, any_families.FAMILIES[family])
+    else:
+        facts = hf_config(next(case for case, (of, _) in {**CASES, **EXPERT_CASES}.items() if of == stem))
+    facts = facts.to_dict() | {"architectures": [FAMILIES[family].architecture()], "sliding_window": None}
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", facts, weights=False, tokenizer=False)
+
+    def works(*changes):
+        config = load_config(path, list(changes))
+        try:
+            return bool(check_layouts(config, read_archs(config), 2))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            return False
+
+    assert works(*ADAPTED) and works(*FSDP2), "negative control: what is refused below is so for one key"
+    separate = works(*ADAPTED, "rollout.adapter=separate"), works(*ADAPTED, OF_ATTENTION, "rollout.adapter=separate")
+    found = [
+        works(*FSDP2, "policy.parallel.tp=2", SP),
+        works(*ADAPTED, "policy.lora.base_bits=8"),
+        {(True, True): True, (False, True): "without experts'", (False, False): False}[separate],
+        *(hasattr(transformers, FAMILIES[family].architecture(head)) for head in ("TokenClassification", "SequenceClassification")),
+    ]
+    assert tuple({True: "yes", False: "no"}.get(cell, cell) for cell in found) == STATED[family]
