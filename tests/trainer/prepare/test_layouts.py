@@ -355,7 +355,7 @@ def test_what_the_page_says_of_a_family_is_what_a_run_is_told(tmp_path, family):
         facts = any_families.config_of(family, any_families.FAMILIES[family])
     else:
         facts = hf_config(next(case for case, (of, _) in {**CASES, **EXPERT_CASES}.items() if of == stem))
-    facts = facts.to_dict() | {"architectures": [FAMILIES[family].architecture()], "sliding_window": None}
+    facts = facts.to_dict() | {"architectures": [FAMILIES[family].architecture()]}
     path = write_run(tmp_path)
     write_checkpoint(tmp_path / "model", facts, weights=False, tokenizer=False)
 
