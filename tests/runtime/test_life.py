@@ -16,7 +16,7 @@ from tests.worlds import IMPORTED_ONCE
 
 pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
 # Seconds for steps before the fault, the launcher's looks, and the end: no longer where all ranks are silent than where one is.
-END_S = 10.0
+END_S = 30.0
 
 
 class Forked:

@@ -49,7 +49,7 @@ time.sleep(1)
 before = stop.received
 os.kill(child.pid, signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 50
 while stop.received is None and time.monotonic() < deadline:
     sum(range(1000))
 alive = child.poll() is None
@@ -73,9 +73,8 @@ def test_usr1_is_taken_by_the_rank_and_not_noticed_by_its_children() -> None:
 def test_without_listening_usr1_ends_a_process() -> None:
     """Negative control: the signal of the test above is deadly otherwise."""
     process = subprocess.Popen(CHILD)
-    time.sleep(0.5)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(10) == -signal.SIGUSR1
+    assert process.wait(60) == -signal.SIGUSR1
 
 
 # A launcher blocks TERM until the rank listens; a helper of the rank is deaf to all that asks for a stop, and ends with it.
@@ -119,7 +118,7 @@ def test_a_helper_survives_requests_to_stop_and_ends_with_its_rank() -> None:
     assert rank.stdout.readline() == "SIGTERM None\n"
     rank.kill()
     rank.wait()
-    helper.wait(10)
+    helper.wait(60)
 
 
 # What vLLM's shared memory does in a rank: Python's resource tracker unblocks INT and TERM when it has started.

