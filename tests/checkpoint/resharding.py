@@ -14,7 +14,7 @@ from megappo.engine.whole_batch import pass_whole_batch
 from tests.checkpoint import runs
 
 DENSE_POLICY = ("tp2", "pp2", "pp2 vpp2", "pp2 uneven", "dp2", "cp2", "tp2")
-DENSE_CRITIC = ("pp2", "dp2", "cp2", "tp2", "pp2 vpp2", "pp2 uneven", "pp2")
+DENSE_CRITIC = ("pp2", "dp2", "tp2", "pp2 uneven", "pp2")
 EXPERTS_POLICY = ("ep2", "tp2 sp etp2", "pp2 vpp2", "tp2 sp ep2", "dp2", "ep2")
 EXPERTS_CRITIC = ("pp2", "ep2", "tp2 sp", "cp2", "pp2")
 BF16 = {"dtype": torch.bfloat16}

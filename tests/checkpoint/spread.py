@@ -23,11 +23,9 @@ LAYOUTS = {
     "dp4": {},
     "tp2 dp2": {"tp": 2},
     "pp2 dp2": {"pp": 2},
-    "cp2 dp2": {"cp": 2},
     "ep2 edp2": {"ep": 2},
     "pp2 ep2": {"pp": 2, "ep": 2},
     "tp2 sp edp4": {"tp": 2, "sequence_parallel": True},
-    "tp2 pp2": {"tp": 2, "pp": 2},
 }
 HIDDEN = 240  # of the model whose memory is measured
 BF16, PLAIN, UNEVEN = {"dtype": torch.bfloat16}, {"distributed": False}, {"hidden": 40}
@@ -35,11 +33,9 @@ BF16, PLAIN, UNEVEN = {"dtype": torch.bfloat16}, {"distributed": False}, {"hidde
 CASES = {
     "bf16 critic, fp32 head": (True, "dp4", "tp2 dp2", {**BF16, **UNEVEN}, {}),
     "bf16, tied": (False, "pp2 dp2", "dp4", {**BF16, "tied": True, **UNEVEN}, {}),
-    "fp32, context": (False, "cp2 dp2", "tp2 pp2", UNEVEN, {}),
     "fp32, experts": (False, "ep2 edp2", "pp2 ep2", {"experts": True}, {}),
     "bf16 critic, replicated experts": (True, "tp2 sp edp4", "ep2 edp2", {"experts": True, **BF16}, {}),
     "plain to distributed": (False, "dp4", "pp2 dp2", {**BF16, **PLAIN, **UNEVEN}, {"distributed": True}),
-    "distributed to plain": (False, "tp2 dp2", "dp4", {**BF16, **UNEVEN}, PLAIN),
     "more ranks than some tensors have rows": (True, "dp4", "dp4", {"num_layers": 1, **BF16, **UNEVEN}, {}),
 }
 

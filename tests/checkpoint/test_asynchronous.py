@@ -83,7 +83,7 @@ def test_a_fault_in_the_background_fails_the_save_on_all_ranks_and_leaves_nothin
         told, seconds, entries, untouched, drained = rank["failed"][fault]
         assert told.startswith("checkpoint of step ") and "was not saved" in told and text in told
         assert entries == ["LATEST", "step-1"] and untouched and drained is None
-        assert seconds < 10
+        assert seconds < 120, "no rank waits until a limit of the meetings, which is an hour"
 
 
 def test_saving_goes_on_after_the_faults(two):
@@ -105,13 +105,13 @@ def killed(tmp_path_factory):
     for number, moment in enumerate(MOMENTS):
         place = folder / str(number)
         with pytest.raises(WorldError, match="died without a traceback"):
-            spawn_world(killed_main, 2, str(place), moment, timeout_s=60)
+            spawn_world(killed_main, 2, str(place), moment)
         writers += [int((folder / f"{number}.writer{rank}").read_text()) for rank in (0, 1)]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(is_running(writer) for writer in writers):
         assert time.monotonic() < deadline, "a writer outlives its rank"
         time.sleep(0.01)
-    (found, _) = spawn_world(survivors_main, 2, [str(folder / str(number)) for number in range(len(MOMENTS))], timeout_s=120)
+    (found, _) = spawn_world(survivors_main, 2, [str(folder / str(number)) for number in range(len(MOMENTS))])
     return {moment: found[str(folder / str(number))] for number, moment in enumerate(MOMENTS)}
 
 
