@@ -73,7 +73,8 @@ step "the quickstart's model, untrained" 0 '^model: llama' python "$repository/s
 mkdir -p runs/quickstart/sft
 mv runs/quickstart/model runs/quickstart/sft/export
 block python >reward.py
-block yaml | sed 's/steps: [0-9]*/steps: 2/' >run.yaml
+# Two steps, and Megatron's engine generates, which starts ten seconds sooner: `megappo generate` below starts vLLM's.
+block yaml | sed 's/steps: [0-9]*/steps: 2/; s/^rollout: {/rollout: {engine: megatron, /' >run.yaml
 [ "$(sed -n '/^def/,/return/p' reward.py | wc -l)" -le 6 ] && [ "$(wc -l <run.yaml)" -le 10 ] \
   || { failed=1; echo "FAIL        the page promises a reward of six lines and a configuration of ten"; }
 page "records" '^400 task.jsonl' 'python -c' ' && wc -l task.jsonl'
@@ -93,9 +94,8 @@ step "dead keys are refused together, with what clears them" 2 'to clear .* crit
   megappo plan run.yaml algorithm.estimator=grpo
 step "a name that is taken" 2 'use run.name=close-2 ' megappo train run.yaml
 printf 'def bad(sample):\n    return 1 / 0\n' >bad.py
-# Megatron's engine generates: it starts ten seconds sooner than vLLM's, and is not what fails.
 step "a reward that fails" 1 'ZeroDivisionError: .* \(bad.py:2\)' \
-  megappo train run.yaml run.num_ranks=1 policy.parallel.tp=1 run.name=second rollout.engine=megatron \
+  megappo train run.yaml run.num_ranks=1 policy.parallel.tp=1 run.name=second \
   'reward.parts=[{path: bad.py, function: bad}]'
 step "runs: why it failed, in one line" 0 '^  second: .*ZeroDivisionError' megappo runs runs
 exit $failed
