@@ -313,6 +313,7 @@ OF_RANKINGS: tuple[Dead, ...] = (
 _OF_REFERENCE = (*(f"reference.{name}" for name in FrozenConfig.model_fields if name != "parallel"), "reference.parallel.*")
 
 OF_PREFERENCES: tuple[Dead, ...] = (
+    _OF_IMAGES,
     Dead(
         ("reference.*",),
         lambda c: not c.reads_reference,

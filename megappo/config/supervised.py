@@ -119,7 +119,16 @@ class SupervisedConfig(Section):
 # --------------------------------------------------------------------------------------------------------------------- sft
 
 
-class SftDataConfig(SupervisedDataConfig):
+class PicturedDataConfig(SupervisedDataConfig):
+    image_key: str | None = None
+    """Field with the images of a prompt, as `data.image_key` of `megappo train` (docs/images.md)."""
+    image_root: FilePath | None = None
+    """Folder that paths of images are relative to; null means that of the data file."""
+    max_image_pixels: Positive | None = None
+    """Larger images are made smaller; null means the limit of the model's preprocessor_config.json."""
+
+
+class SftDataConfig(PicturedDataConfig):
     prompt_key: str = "prompt"
     """Field with the question (a string, or a list of chat messages)."""
     response_key: str = "answer"
@@ -139,12 +148,6 @@ class SftDataConfig(SupervisedDataConfig):
     """Field with token ids, used as they are, in place of prompt and response."""
     mask_key: str | None = None
     """Field with a 0 or 1 for each of those ids: those to learn; null learns all but the first."""
-    image_key: str | None = None
-    """Field with the images of a prompt, as `data.image_key` of `megappo train` (docs/images.md)."""
-    image_root: FilePath | None = None
-    """Folder that paths of images are relative to; null means that of the data file."""
-    max_image_pixels: Positive | None = None
-    """Larger images are made smaller; null means the limit of the model's preprocessor_config.json."""
 
 
 class TextDistillationConfig(Section):
@@ -326,7 +329,7 @@ class OrpoLossConfig(Section):
 PreferenceLossConfig = SigmoidLossConfig | IpoLossConfig | KtoLossConfig | SimpoLossConfig | OrpoLossConfig
 
 
-class DpoDataConfig(PairDataConfig):
+class DpoDataConfig(PairDataConfig, PicturedDataConfig):
     response_key: str = "completion"
     """Field with a single response, for KTO."""
     label_key: str = "label"

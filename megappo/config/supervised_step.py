@@ -19,7 +19,7 @@ from megappo.config.schema import (
     TrainConfig,
 )
 from megappo.config.section import Section
-from megappo.config.supervised import AnyConfig, SftConfig, SupervisedConfig
+from megappo.config.supervised import AnyConfig, PicturedDataConfig, SftConfig, SupervisedConfig
 
 SectionT = TypeVar("SectionT", bound=Section)
 IMAGE_KEYS = ("image_key", "max_image_pixels")
@@ -46,7 +46,7 @@ def step_like(config: SupervisedConfig) -> TrainConfig:
             train=config.data.train,
             prompts_per_step=size,
             max_prompt_tokens=max(1, config.data.max_tokens - 1),
-            **{key: getattr(config.data, key) for key in IMAGE_KEYS if isinstance(config, SftConfig)},
+            **{key: getattr(config.data, key) for key in IMAGE_KEYS if isinstance(config.data, PicturedDataConfig)},
         ),
         "trainer": TrainerConfig(**trainer),
     }

@@ -18,6 +18,7 @@ import torch
 from megappo.data.cache import Cache
 from megappo.data.conversations import ASSISTANT, learned_tokens, messages_of
 from megappo.data.examples import Examples, Overlong, fits, require_some
+from megappo.data.images import PromptImages, key_of_images, with_markers
 from megappo.data.packing import PackedBatch, pack
 from megappo.data.prompts import (
     PromptFormat,
@@ -166,14 +167,16 @@ def _batch(sequences: Sequence[Sequence[int]], found: Sequence[_Preference]) -> 
     )
 
 
-def preferences_of(source: Source | Joined, tokenizer: Tokenizer, rules: PreferenceRules, cache: Cache) -> PreferenceSet:
-    """Tokenise the preferences of a source, or take them from the cache.
+def preferences_of(
+    source: Source | Joined, tokenizer: Tokenizer, rules: PreferenceRules, cache: Cache, images: PromptImages | None = None
+) -> PreferenceSet:
+    """Tokenise the preferences of a source, or take them from the cache. images: of the prompts, if they have some.
     Raises ValueError, one line with the record's place: a field that a record lacks, or of the wrong type; an empty response; equal
     responses; a label, margin or tie out of range; a chat template that changes the prompt before one of the responses; a sequence
     beyond max_tokens with `overlong="error"`; or nothing left. Longer records are left out otherwise, and counted."""
     finish = partial(require_some, rules.keys.unit, rules.max_tokens, source.spec)
-    recipe = Recipe(partial(_encode, tokenizer, rules), "string", finish)
-    key = {"preferences": asdict(rules), "unit": rules.keys.unit}
+    recipe = Recipe(partial(_encode, tokenizer, rules, images), "string", finish)
+    key = {"preferences": asdict(rules), "unit": rules.keys.unit, **key_of_images(images)}
     rows, fingerprint = rows_of(source, tokenizer, key, cache, recipe)
     return _SETS[type(rules.keys)](rows, rules.max_tokens, fingerprint)
 
@@ -193,13 +196,20 @@ class Labelled(PreferenceSet):
 _SETS: Mapping[type[Keys], type[PreferenceSet]] = {PairKeys: Pairs, ListKeys: Lists, LabelKeys: Labelled}
 
 
-def _encode(tokenizer: Tokenizer, rules: PreferenceRules, record: Record, name: str) -> Iterator[tuple[list[int], str]]:
-    question, sides = _question_and_sides(rules, record, name)
+def _encode(
+    tokenizer: Tokenizer, rules: PreferenceRules, images: PromptImages | None, record: Record, name: str
+) -> Iterator[tuple[list[int], str]]:
+    marked = record if images is None else {key: with_markers(value) for key, value in record.items()}
+    question, sides = _question_and_sides(rules, marked, name)
     if rules.scored:
         sequences = _scored_texts(tokenizer, rules, question, sides, name)
         spans = [[0, len(one)] for one in sequences]
     else:
-        prompt = encode_question(question, tokenizer, rules.format, name)
+        encode = partial(encode_question, tokenizer=tokenizer, prompt_format=rules.format, name=name)
+        shown = [] if images is None else images.of_record(record, name)
+        prompt = encode(question) if images is None else images.encoded(question, shown, encode, name)
+        if shown and not all(isinstance(side, str) for side in sides):
+            raise ValueError(f"{name}: a response of several messages beside {len(shown)} images; only texts go with images")
         sequences, spans = zip(*(_learned(tokenizer, rules, question, prompt, side, name) for side in sides))
     if len(set(map(tuple, sequences))) < len(sides):
         raise ValueError(f"{name}: two of its responses are the same tokens, so neither can be the better one; leave it out")

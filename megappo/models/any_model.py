@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -92,17 +92,19 @@ _ROPES_OF_LENGTH = ("longrope", "dynamic")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def with_own_parameters(arch: ModelArch, path: str | Path) -> ModelArch:
-    """Return `arch`, of a family with experts, with the parameters (`own`) of transformers' class."""
-    config = _config(path)
-    return replace(arch, own=parameters_in_checkpoint(_on_meta(_causal_class(config), config)))
+def with_own_parameters(arch: ModelArch, path: str | Path, text: Mapping[str, Any] | None) -> ModelArch:
+    """Return `arch`, of a family with experts, with the parameters (`own`) of transformers' class, and of its tower. text: as in
+    `language_config_of`."""
+    config = language_config_of(path, text)
+    of_tower = () if arch.vision is None else (OwnParameter(*one, (Part(*one, 0),)) for one in arch.vision.tensors)
+    return replace(arch, own=(*parameters_in_checkpoint(_on_meta(_causal_class(config), config)), *of_tower))
 
 
 def describe_model(path: str | Path) -> ModelArch:
     """Read the architecture of a checkpoint directory that no family covers; config.json is enough.
     Shapes and names are exact; sizes of heads, MLP and experts are for estimates.
     ValueError, one line, if engine fsdp2 cannot run it."""
-    config = _config(path)
+    config = language_config_of(path)
     for problem in _problems(config):
         raise ValueError(f"{path}: {problem}")
     kind = _causal_class(config)
@@ -132,7 +134,11 @@ def describe_model(path: str | Path) -> ModelArch:
     )
 
 
-def _config(path: str | Path) -> Any:
+def language_config_of(path: str | Path, text: Mapping[str, Any] | None = None) -> Any:
+    """Read transformers' config of the language model in a checkpoint directory. text: `hf_config.text_config` of a model with a
+    tower, whose language model is of the text-only class. ValueError, one line, if transformers cannot read it."""
+    if text is not None:
+        return CONFIG_MAPPING[text["model_type"]].from_dict(dict(text))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (ValueError, KeyError, TypeError) as error:

@@ -19,10 +19,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from megappo.data.images import ImageStore
 from megappo.data.packing import moved, pack
+from megappo.models.any_model import language_config_of
 from megappo.models.arch import VisionArch
 from megappo.models.attention import PackedSequences, grouped_attention, pad, unpad, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
@@ -107,12 +108,7 @@ def build_on_meta(
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
-    config: Any
-    if vision is None:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    else:
-        text = text_config(read_config(path))
-        config = CONFIG_MAPPING[text["model_type"]].from_dict(text)
+    config = language_config_of(path, None if vision is None else text_config(read_config(path)))
     kind = AutoModel if head_rows else AutoModelForCausalLM
     with torch.device("meta"):
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION

@@ -50,7 +50,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # The weights that are trained, sampled from and exported are dequantised: quantization_config does not apply to them.
     architecture = _architecture(config)
     if (vision := VISION_FAMILIES.get(architecture)) is not None:
-        text = {key: value for key, value in language_config(config).items() if key != "quantization_config"}
+        text = {key: value for key, value in language_config(config, vision).items() if key != "quantization_config"}
         named = {"architectures": [FAMILIES[vision.language].architecture()], "model_type": vision.language}
         return _with_outer_keys({**text, **named}, config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
@@ -279,4 +279,4 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
         return arch
     from megappo.models.any_model import with_own_parameters
 
-    return with_own_parameters(arch, path)
+    return with_own_parameters(arch, path, None if arch.vision is None else text_config(read_config(path)))

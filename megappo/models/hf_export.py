@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer, eos_ids_of
@@ -26,12 +27,12 @@ from megappo.models.fp8 import SCALE_SUFFIX
 from megappo.models.gather import Gather, on_all_ranks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.hf_config import read_config, text_config
-from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.hf_tensors import CheckpointReader, place_in_stack
 from megappo.models.lora import Weights
 from megappo.models.lora_linear import merged_parameters
 from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter
 from megappo.models.pieces import Piece
-from megappo.models.vision_families import checkpoint_name
+from megappo.models.vision_families import VISION_FAMILIES, checkpoint_name
 from megappo.models.weight_check import further_layers_of
 from megappo.models.weight_map import VALUE_HEAD, constants, hf_tensors, megatron_pieces, piece_map
 from megappo.models.weight_rules import CORRECTION
@@ -89,15 +90,17 @@ def plan_shards(
     parts: list[tuple[int, list[str]]] = []
     for stage in range(layout.pp):
         size = shard_bytes + 1  # full: the stage's first tensor opens a file
+        tensors: dict[str, list[str]] = {}  # as written -> those that it is made of
         for name in shapes if arch.own else _names_of_stage(arch, layout, stage, value_head):
-            if name in written:
-                continue
-            written.add(name)
-            tensor_bytes = math.prod(shapes[name]) * itemsize
+            if name not in written:
+                tensors.setdefault(_written_name(name, arch), []).append(name)
+        for names in tensors.values():
+            written.update(names)
+            tensor_bytes = sum(math.prod(shapes[name]) for name in names) * itemsize
             if size + tensor_bytes > shard_bytes:
                 parts.append((stage, []))
                 size = 0
-            parts[-1][1].append(name)
+            parts[-1][1].extend(names)
             size += tensor_bytes
     assert written == set(shapes), sorted(set(shapes) - written)
     if value_head and not arch.scores_texts:
@@ -166,7 +169,7 @@ def export_pieces(
         )
 
     def finish() -> None:
-        files = _as_named({name: shard.file for shard in shards for name in shard.names}, model.arch)
+        files = {_written_name(name, model.arch): shard.file for shard in shards for name in shard.names}
         if not model.value_head:
             files |= _pass_further_layers(Path(source_dir), partial, model, shard_bytes)
         config = export_config(model, read_config(source_dir), None if tokenizer is None else tokenizer.pad_id)
@@ -206,7 +209,7 @@ def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: li
                 tensors[name] = whole
         if gather.is_root and failure is None:
             try:
-                save_file(_as_named(tensors, model.arch), folder / shard.file, metadata={"format": "pt"})
+                save_file(_as_written(tensors, model.arch), folder / shard.file, metadata={"format": "pt"})
                 open_to_readers_of(folder, folder / shard.file)
             except (OSError, SafetensorError) as error:
                 failure = error  # the peers still send the rest: receive it, then report
@@ -214,9 +217,30 @@ def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: li
         raise failure
 
 
-def _as_named(by_name: Mapping[str, Any], arch: ModelArch) -> dict[str, Any]:
-    """Spell text-only names as a checkpoint of this architecture does."""
-    return dict(by_name) if arch.vision is None else {checkpoint_name(name): one for name, one in by_name.items()}
+def _written_name(name: str, arch: ModelArch) -> str:
+    """Return the tensor of a checkpoint of this architecture that holds the one of this text-only name."""
+    if arch.vision is None:
+        return name
+    place = place_in_stack(name) if VISION_FAMILIES[arch.architecture].stacked else None
+    return checkpoint_name(name if place is None else place.stack)
+
+
+def _as_written(tensors: dict[str, Tensor], arch: ModelArch) -> dict[str, Tensor]:
+    """Spell text-only names as a checkpoint of this architecture does, and join the matrices of experts. Empties `tensors`."""
+    found: dict[str, Tensor] = {}
+    while tensors:
+        name, tensor = tensors.popitem()
+        written, place = _written_name(name, arch), place_in_stack(name)
+        if written in (name, checkpoint_name(name)):
+            found[written] = tensor
+            continue
+        assert place is not None and arch.moe is not None
+        rows, columns = tensor.shape
+        if written not in found:
+            found[written] = tensor.new_empty(arch.moe.num_experts, columns, rows if place.part == "down" else 2 * rows)
+        first = rows if place.part == "up" else 0
+        found[written][place.expert, :, first : first + rows] = tensor.T
+    return found
 
 
 def _pass_further_layers(source: Path, partial: Path, model: Written, shard_bytes: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -47,8 +47,8 @@ class CheckpointReader:
     def find(self, name: str) -> str | None:
         """Return the tensor's name in this checkpoint, or that of its blocks in mxfp4, or of all experts of its layer; or None."""
         spelled = [found for spelling in _spellings(name) for found in (spelling, spelling + BLOCKS)]
-        if (expert := _EXPERT.fullmatch(name)) is not None:
-            spelled += _spellings(expert[1] + ("down_proj" if expert[3] == "down" else "gate_up_proj"))
+        if (place := place_in_stack(name)) is not None:
+            spelled += _spellings(place.stack)
         return next((found for found in spelled if found in self._files), None)
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
@@ -58,8 +58,8 @@ class CheckpointReader:
         if spelling is None:
             raise ValueError(f"{self.path}: tensor {name} {list(shape)} is missing; {_fix_of_missing(name)}")
         found, where = self._stored(spelling)
-        if (expert := _EXPERT.fullmatch(name)) is not None and not spelling.endswith(".weight"):
-            found = OfAllExperts(found, int(expert[2]), expert[3])
+        if (place := place_in_stack(name)) is not None and not spelling.endswith(".weight"):
+            found = OfAllExperts(found, place, tuple(shape))
         in_mxfp4 = self._mxfp4(found, spelling, where) if spelling.endswith(BLOCKS) else None
         sizes = list((in_mxfp4 or found).get_shape())
         if sizes != list(shape):
@@ -106,15 +106,34 @@ class CheckpointReader:
         return found, where
 
 
-class OfAllExperts:
-    """The matrix of one expert in a tensor [experts, rows, in] of a layer, gate above up, as transformers holds them."""
+class PlaceInStack(NamedTuple):
+    """Place of an expert's matrix in a tensor of all experts of a layer. part: gate, up or down."""
 
-    def __init__(self, stack: Any, expert: int, part: str) -> None:
-        self._stack, self._expert, self._part = stack, expert, part
+    stack: str
+    expert: int
+    part: str
+
+
+def place_in_stack(name: str) -> PlaceInStack | None:
+    """Find the place of the weight `name` of an expert's projection; None for other tensors."""
+    if (found := _EXPERT.fullmatch(name)) is None:
+        return None
+    return PlaceInStack(found[1] + ("down_proj" if found[3] == "down" else "gate_up_proj"), int(found[2]), found[3])
+
+
+class OfAllExperts:
+    """The matrix [out, in] of one expert in a tensor of a layer: [experts, rows, in], gate above up, as transformers holds them, or
+    [experts, in, rows]. shape: that of the matrix, which tells the two apart; of squares transformers takes the first."""
+
+    def __init__(self, stack: Any, place: PlaceInStack, shape: tuple[int, ...]) -> None:
+        self._stack, self._expert, self._part = stack, place.expert, place.part
+        _, rows, columns = stack.get_shape()
+        self._turned = columns != shape[-1] and rows == shape[-1]
+        self._shape = [columns, rows] if self._turned else [rows, columns]
         self.get_dtype = stack.get_dtype
 
     def get_shape(self) -> list[int]:
-        _, rows, columns = self._stack.get_shape()
+        rows, columns = self._shape
         return [rows if self._part == "down" else rows // 2, columns]
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -122,7 +141,8 @@ class OfAllExperts:
         size = self.get_shape()[0]
         start, stop, _ = rows.indices(size)
         first = size if self._part == "up" else 0
-        return self._stack[self._expert : self._expert + 1, first + start : first + stop, columns][0]
+        one, rows = slice(self._expert, self._expert + 1), slice(first + start, first + stop)
+        return self._stack[one, columns, rows][0].T if self._turned else self._stack[one, rows, columns][0]
 
 
 def read_box(source: LazySlice, box: Box) -> Tensor:

@@ -39,6 +39,12 @@ class VisionFamily:
     """Text of an image in a prompt, with one image token."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of vision_config that transformers before 5 leaves out of the file where they have these values."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of text_config that vLLM reads and whose values transformers takes for granted."""
+    tied_inside: bool = False
+    """tie_word_embeddings counts in text_config too; otherwise, for transformers and vLLM, at the top level alone."""
+    stacked: bool = False
+    """The checkpoint has a tensor [experts, in, out] for gate and up, side by side, and one for down, of all experts of a layer."""
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
@@ -104,14 +110,23 @@ _QWEN2_5_VL = {
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
 _ALL = (
-    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl, defaults=_QWEN2_5_VL),
+    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl, defaults=_QWEN2_5_VL, tied_inside=True),
     VisionFamily("Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl", _qwen3_vl, interleaved=True),
+    VisionFamily(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_moe",
+        "qwen3_vl_moe",
+        _qwen3_vl,
+        interleaved=True,
+        fixed={"norm_topk_prob": True},
+        stacked=True,
+    ),
 )
 VISION_FAMILIES = {family.architecture: family for family in _ALL}
 """Architecture of a checkpoint -> its family."""
 
 
-def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def language_config(config: Mapping[str, Any], family: VisionFamily) -> dict[str, Any]:
     """Return the language model's keys of a vision-language config.json, its rotary embedding as that of plain positions. Files of
     Qwen2.5-VL before transformers 5 have them at the top level."""
     text = config.get("text_config")
@@ -120,8 +135,8 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(rope := found.get(key), Mapping):
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
             found[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
-    # Both places count, as transformers and vLLM read them.
-    found["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or found.get("tie_word_embeddings"))
+    inside = family.tied_inside and found.get("tie_word_embeddings")
+    found["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or inside)
     return found
 
 
@@ -129,6 +144,10 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
     """Read the tower of a vision-language config.json. ValueError, one line, for a key that is missing or not supported."""
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for key, value in family.fixed.items():
+        if text.get(key) != value:
+            same = f"{json.dumps(text.get(key))}: transformers computes {json.dumps(value)} and vLLM what the key says"
+            raise ValueError(f"config.json of a {family.architecture} has text_config.{key} {same}; set it to {json.dumps(value)}")
     try:
         own = {**family.defaults, **config["vision_config"], "model_type": family.tower}
         sections = tuple(rope["mrope_section"])

@@ -90,7 +90,7 @@ def _names_of_embeddings(path: str | Path, arch: ModelArch) -> tuple[str, str]:
 
     from megappo.models.hf_classes import build_on_meta, names_of_embeddings
 
-    return names_of_embeddings(build_on_meta(str(path), head_rows=0, dtype=torch.float32))
+    return names_of_embeddings(build_on_meta(str(path), head_rows=0, dtype=torch.float32, vision=arch.vision))
 
 
 def check_tied(

@@ -132,6 +132,7 @@ DEAD_DPO = [
     ([], "reference.parallel.tp=2", "reference.every_step=true"),
     (["loss=kto"], "data.rejected_key=worse", "loss=sigmoid"),
     ([], "data.label_key=good", "loss=kto"),
+    ([], "data.image_root=pictures", "data.image_key=images"),
 ]
 DEAD_REWARD = [
     *(

@@ -16,6 +16,7 @@ from PIL import Image
 
 from megappo.data.cache import Cache
 from megappo.data.images import IMAGE_BASE, PromptImages, open_images
+from megappo.data.preferences import PairKeys, PreferenceRules, preferences_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat
 from megappo.data.sources import open_source
@@ -69,6 +70,39 @@ def test_a_thumbnail_is_the_picture(folder: Path) -> None:
     assert abs(found[0] - pictures[0][:, ::-1]).mean() > 30, "negative control"
     large = opened(folder, [{"prompt": "<image>", "images": base64_of(squares({"red": 9}, (256, 224)))}], "large").store
     assert Image.open(io.BytesIO(large.thumbnail(0))).size == (192, 168)
+
+
+def test_preferences_show_the_images_of_their_prompt(folder: Path) -> None:
+    """As a text with markers, and as the parts of messages."""
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+    records = [
+        {"prompt": "<image>Many?", "chosen": "3", "rejected": "1", "images": ["1.png"]},
+        {"prompt": parts, "images": ["0.png"]},
+    ]
+    records[1] |= {"chosen": [{"role": "assistant", "content": "2"}], "rejected": "0"}
+    images, tokenizer = opened(folder, records, "pairs"), load_tokenizer(folder / "model")
+    for record, chat_template in zip(records, (False, True)):
+        file = folder / f"pairs {chat_template}.jsonl"
+        file.write_text(json.dumps(record) + "\n")
+        source = open_source(str(file))
+        shown = replace(images, folders={source.spec: folder})
+        rules = PreferenceRules(PairKeys("chosen", "rejected"), "prompt", PromptFormat(chat_template=chat_template), 99)
+        batch = preferences_of(source, tokenizer, rules, Cache(folder / "cache"), shown).packed([0])
+        for tokens, mask in zip(*(one.split(batch.lengths.tolist()) for one in (batch.tokens, batch["response_mask"]))):
+            number = int(chat_template is False)
+            store = images.store
+            features = (tokens >= IMAGE_BASE).nonzero().flatten()
+            assert len(features) == store.num_tokens(store.number(str((folder / f"{number}.png").absolute())))
+            assert not mask[features].any() and mask.sum() == 2  # a digit and the end
+    several = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    file = folder / "several.jsonl"
+    file.write_text(json.dumps({**records[1], "chosen": several}) + "\n")
+    with pytest.raises(
+        ValueError, match="several.jsonl#0.*: a response of several messages beside 1 images; only texts go with images"
+    ):
+        rules = PreferenceRules(PairKeys("chosen", "rejected"), "prompt", PromptFormat(chat_template=True), 99)
+        source = open_source(str(file))
+        preferences_of(source, tokenizer, rules, Cache(folder / "cache"), replace(images, folders={source.spec: folder}))
 
 
 def base64_of(image: Image.Image) -> str:

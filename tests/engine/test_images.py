@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.data.packing import PackedBatch, pack
@@ -25,6 +26,7 @@ from tests.models.vision_cases import (
     images_of,
     inputs_of,
     logprobs_alone,
+    text_only,
     text_only_name,
     write_questions,
     write_vision_checkpoint,
@@ -48,6 +50,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], dict[st
     "values of stages": (("qwen2_5_vl",), VALUES, {"pp": 2}, {}),
     "sp": (("qwen3_vl",), VALUES, SP, {"recompute": "full"}),
     "frozen": (("qwen3_vl",), ACTS, SP, {"freeze": ["visual"]}),
+    "experts pp": (("qwen3_vl_moe",), VALUES, {"pp": 2}, {}),
+    "experts ep": (("qwen3_vl_moe",), ACTS, SP | {"ep": 2}, {"recompute": "full"}),
+    "fsdp2 experts": (("qwen3_vl_moe",), BOTH, {}, FSDP2 | {"micro_batch_tokens": 40}),
     "fsdp2": (("qwen3_vl",), BOTH, {}, FSDP2 | {"micro_batch_tokens": 24}),
     "fsdp2 tp": (("qwen2_5_vl",), ACTS, {"tp": 2}, FSDP2),
     "fsdp2 sp": (("qwen3_vl",), VALUES, SP, FSDP2 | {"recompute": "full"}),
@@ -130,7 +135,7 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
     from megappo.engine.build import RoleEngines
     from megappo.engine.factory import EngineSpec
     from megappo.engine.losses import LossOutput
-    from megappo.models.hf_config import read_arch
+    from megappo.models.hf_config import arch_for
     from megappo.trainer.roles import LanguageModel
     from tests.engine.lora_oracle import write_noise
     from tests.engine.test_any_family import whole_tensors
@@ -143,7 +148,7 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
         common["optimizer"] = {"distributed": False}
     section = CriticConfig.model_validate(common) if is_critic else PolicyConfig.model_validate(common | {"model": str(path)})
     head: Any = {"value_head": "normal"} if is_critic else {}
-    spec = EngineSpec(role, str(path), read_arch(path), section, total_updates=10, images=images.store, **head)
+    spec = EngineSpec(role, str(path), arch_for(path, section.engine), section, total_updates=10, images=images.store, **head)
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     engine: Any = Whole(engines.build(spec))  # type: ignore[arg-type]
     if role == "adapted":
@@ -160,8 +165,8 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
         result = engine.forward_backward(weighted(samples), loss, reads=("weight",))
         local = engine.named_gradients()
         gradients = gather_tensors(local, engine).tensors if role == "adapted" else whole_tensors(engine, local)
-    if role == "adapted":
-        engine.export(path.parent / f"{path.name} adapted", path)
+    if role == "adapted" or (role == "policy" and engine.arch.moe is not None):
+        engine.export(path.parent / f"{path.name} {role} {section.engine}", path)
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, (sorted(local), seen))
     engines.close()
@@ -206,7 +211,8 @@ def of_transformers(folder: Path, kind: str, role: str) -> dict[str, Any]:
         rows.append(out.detach())
         total = total + (out * weight).sum()
     total.backward()
-    gradients = {our_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    of_class = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = text_only({_of_class(name): one for name, one in of_class.items()})
     if role == "critic":
         gradients["score.weight"] = head.grad
     return {"rows": torch.cat(rows), "gradients": gradients}
@@ -220,12 +226,13 @@ def with_adapters(model: Any) -> Any:
     ).eval()
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            parameter.data.copy_(noise_of(our_name(name), tuple(parameter.shape)))
+            parameter.data.copy_(noise_of(text_only_name(_of_class(name)), tuple(parameter.shape)))
     return adapted
 
 
-def our_name(name: str) -> str:
-    return text_only_name(name.removeprefix(PREFIX).replace(".default.weight", ".weight"))
+def _of_class(name: str) -> str:
+    """Name without what PEFT adds."""
+    return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +252,8 @@ def found(folder: Path) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> dict[Any, Any]:
-    return {(kind, role): of_transformers(folder, kind, role) for kind in KINDS for role in ("policy", "critic", "adapted")}
+    kinds_and_roles = {(kind, role) for kinds, roles, *_ in CASES.values() for kind in kinds for role in roles}
+    return {one: of_transformers(folder, *one) for one in sorted(kinds_and_roles)}
 
 
 def error_of(mine: dict[str, Any], theirs: dict[str, Any], names: set[str] | None = None) -> float:
@@ -274,7 +282,8 @@ def test_a_layout_is_transformers(found, oracle, kind: str, name: str, role: str
 def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, name: str) -> None:
     """The merged model in transformers, and the adapters on the source in PEFT, which adapts no layer of the tower."""
     samples, images = samples_of(folder, kind)
-    export, model_class = folder / f"{kind} adapted", KINDS[kind][1]
+    engine = CASES[name][-1].get("engine", "megatron")
+    export, model_class = folder / f"{kind} adapted {engine}", KINDS[kind][1]
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     merged = model_class.from_pretrained(export, **how)
     adapted: Any = peft.PeftModel.from_pretrained(model_class.from_pretrained(folder / kind, **how), export / "adapter").eval()
@@ -283,6 +292,16 @@ def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, na
         with torch.no_grad():
             rows = torch.cat([one for sample in samples for one in (torch.zeros(1), logprobs_alone(model, sample, images))])
         assert (found[kind, name, "adapted"]["rows"] - rows).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_an_export_of_experts_is_as_published(folder: Path, found, engine: str) -> None:
+    """Of weights that no step changed: bit for bit the tensors of the source, which has one of all experts of a layer."""
+    source, export = (
+        load_file(path / "model.safetensors") for path in (folder / "qwen3_vl_moe", folder / f"qwen3_vl_moe policy {engine}")
+    )
+    assert source.keys() == export.keys() and any(one.dim() == 3 for one in export.values())
+    assert all(torch.equal(one, export[name]) for name, one in source.items())
 
 
 @pytest.mark.parametrize("role", BOTH)

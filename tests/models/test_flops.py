@@ -21,7 +21,7 @@ from megappo.models.hf_config import arch_of
 from megappo.models.vision import tower_of
 from megappo.models.vision_families import tower_shape
 from tests.models.checkpoints import CASES, EXPERT_CASES, LENGTHS, example_sequences, hf_config
-from tests.models.vision_cases import KINDS, vision_arch
+from tests.models.vision_cases import TOWERS, vision_arch
 
 LENGTH = torch.tensor(LENGTHS)
 LLAMA_7B = ModelArch("llama", "LlamaForCausalLM", 32, 4096, 32, 32, 128, 11008, 32000, 4096, False, 1e-5, Rope())
@@ -105,7 +105,7 @@ def test_a_critic_has_a_head_of_one_column() -> None:
     assert flops.total == found and flops.head == 2 * arch.hidden_size * sum(LENGTHS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOWERS)
 def test_a_tower_has_as_many_operations_as_torch_counts(kind: str) -> None:
     vision = vision_arch(kind).vision
     assert vision is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,26 @@ from megappo.data.images import IMAGE_BASE
 from megappo.data.packing import pack
 from megappo.models.hf_classes import build_on_meta, fill_buffers
 from megappo.models.hf_config import arch_for, arch_of, read_arch
+from megappo.models.hf_tensors import CheckpointReader, read_box
+from megappo.models.pieces import Box
 from megappo.models.rope import inverse_frequencies
 from megappo.models.vision import positions_of, seen_in, tower_of
 from megappo.models.vision_families import tower_shape
 from megappo.models.weight_check import check_headers
-from tests.models.vision_cases import IMAGE_TOKEN, KINDS, Sample, images_of, inputs_of, write_questions, write_vision_checkpoint
-from tests.trainer.public_models import facts_of
+from megappo.models.weight_map import hf_tensors
+from tests.models.vision_cases import (
+    IMAGE_TOKEN,
+    KINDS,
+    TOWERS,
+    Sample,
+    as_published,
+    images_of,
+    inputs_of,
+    text_only,
+    write_questions,
+    write_vision_checkpoint,
+)
+from tests.trainer.public_models import VISION_30B_A3B, facts_of
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +45,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         write_vision_checkpoint(folder / kind, kind)
     return folder
+
+
+def test_experts_are_read_in_both_directions(folder: Path, tmp_path: Path) -> None:
+    """As on the hub, and as transformers writes them: whole matrices, and rectangles of them."""
+    shutil.copytree(folder / "qwen3_vl_moe", tmp_path / "other")
+    as_published(tmp_path / "other")  # turns them back
+    published, other = (CheckpointReader(path) for path in (folder / "qwen3_vl_moe", tmp_path / "other"))
+    model = KINDS["qwen3_vl_moe"][1].from_pretrained(folder / "qwen3_vl_moe")
+    whole, shapes = text_only(dict(model.named_parameters())), hf_tensors(read_arch(folder / "qwen3_vl_moe"))
+    experts = [name for name in shapes if ".experts." in name]
+    assert len(experts) == 3 * 4 * 3  # matrices of the experts of the layers with some
+    for name in experts:
+        rows, cols = shapes[name]
+        for box in (Box(0, rows, 0, cols), Box(8, rows - 4, 16, cols)):
+            for reader in (published, other):
+                part = read_box(reader.slice(name, shapes[name])[0], box)
+                assert torch.equal(part, whole[name][box.r0 : box.r1, box.c0 : box.c1])
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj has shape \[96, 64\], config.json asks for \[64, 64\]"):
+        published.slice("model.layers.0.mlp.experts.0.up_proj.weight", (64, 64))
+
+
+def test_a_published_model_with_experts_has_its_parameters() -> None:
+    """The total that the page of Qwen3-VL-30B-A3B-Instruct states."""
+    assert sum(map(prod, hf_tensors(arch_of(VISION_30B_A3B)).values())) == 31_070_754_032
+
+
+def test_a_key_that_transformers_and_vllm_read_differently_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "qwen3_vl_moe/config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = False
+    with pytest.raises(ValueError, match="text_config.norm_topk_prob false: transformers computes true.*; set it to true"):
+        arch_of(config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +128,7 @@ def test_fsdp2_builds_the_text_only_class_beside_the_tower(folder: Path, tmp_pat
     assert whole and all(torch.equal(buffer, whole[name]) for name, buffer in model.visual.named_buffers())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOWERS)
 def test_positions_are_those_of_transformers(folder: Path, kind: str) -> None:
     images: Any = images_of(folder / kind, folder / "questions.jsonl", folder / "cache")
     store = images.store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megappo.data.cache import Cache
@@ -59,18 +60,40 @@ def _qwen2_5_vl() -> Any:
     )
 
 
+_QWEN3: dict[str, Any] = dict(
+    text_config=_TEXT | dict(head_dim=32, rope_parameters={**_ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}),
+    vision_config=dict(
+        depth=4,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=2,
+        patch_size=16,
+        out_hidden_size=64,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[1, 2],
+    ),
+    **_IDS,
+)
+
+
 def _qwen3_vl() -> Any:
-    rope = {**_ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    text = _TEXT | dict(head_dim=32, rope_parameters=rope)
-    vision = dict(depth=4, hidden_size=64, intermediate_size=96, num_heads=2, patch_size=16, out_hidden_size=64)
-    late = dict(num_position_embeddings=64, deepstack_visual_indexes=[1, 2])
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision | late, tie_word_embeddings=True, **_IDS)
+    return transformers.Qwen3VLConfig(**_QWEN3, tie_word_embeddings=True)
+
+
+def _qwen3_vl_moe() -> Any:
+    """Experts in every layer but the second; none of their matrices is a square."""
+    sparse = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, mlp_only_layers=[1], norm_topk_prob=True)
+    text = _QWEN3["text_config"] | sparse
+    return transformers.Qwen3VLMoeConfig(**{**_QWEN3, "text_config": text}, tie_word_embeddings=False)
 
 
 KINDS = {
     "qwen2_5_vl": (_qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration, "Qwen2_5_VLProcessor"),
     "qwen3_vl": (_qwen3_vl, transformers.Qwen3VLForConditionalGeneration, "Qwen3VLProcessor"),
+    "qwen3_vl_moe": (_qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration, "Qwen3VLProcessor"),
 }
+TOWERS = ("qwen2_5_vl", "qwen3_vl")
+"""A kind for each tower: those of Qwen3-VL are the same with experts."""
 
 
 def vision_arch(kind: str, **tower: Any) -> ModelArch:
@@ -91,8 +114,18 @@ def write_vision_checkpoint(path: Path, kind: str) -> None:
             scale, shift = (0.1, 0.0) if parameter.dim() > 1 else (0.2, float("norm" in name or "ln_q" in name))
             parameter.copy_(torch.randn_like(parameter) * scale + shift)
     model.save_pretrained(path)
+    if hasattr(config.text_config, "num_experts"):
+        as_published(path)
     write_tokenizer(path, _TEMPLATE)
     write_processor(path, processor, config.vision_config.patch_size)
+
+
+def as_published(path: Path) -> None:
+    """Turn the experts' stacks to [experts, in, out], as files on the hub have them and vLLM reads them. transformers reads both
+    ways and writes the other one."""
+    file = path / "model.safetensors"
+    tensors = {name: one.mT.contiguous() if ".experts." in name else one for name, one in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def write_processor(path: Path, processor: str, patch: int) -> None:
@@ -199,3 +232,16 @@ def logprobs_alone(model: Any, sample: Sample, images: PromptImages) -> Tensor:
 def text_only_name(name: str) -> str:
     """Name of a parameter of transformers' class in the weight map."""
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def text_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of transformers' class by their names in the weight map, which has one for each matrix of an expert."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in ((text_only_name(name), tensor) for name, tensor in tensors.items()):
+        before, experts, kind = name.partition(".experts.")
+        for number, matrix in enumerate(tensor if experts else ()):
+            parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2))) if kind == "gate_up_proj" else {kind: matrix}
+            found |= {f"{before}.experts.{number}.{part}.weight": one for part, one in parts.items()}
+        if not experts:
+            found[name] = tensor
+    return found

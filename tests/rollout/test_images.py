@@ -15,7 +15,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, SamplingParams
 from tests.engine.test_images import samples_of
-from tests.models.vision_cases import KINDS, write_questions, write_vision_checkpoint
+from tests.models.vision_cases import write_questions, write_vision_checkpoint
 from tests.rollout.engines import make_engine
 from tests.rollout.policies import distance, make_policy
 from tests.rollout.responses import generate_all
@@ -109,7 +109,7 @@ def unsalted(engine: Any) -> Any:
 def found(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("images")
     write_questions(folder)
-    for kind in KINDS:
+    for kind in CASES:
         write_vision_checkpoint(folder / kind, kind)
         samples_of(folder, kind)
     return spawn_world(of_two_ranks, 2, str(folder))[0]

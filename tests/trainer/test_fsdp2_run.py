@@ -4,6 +4,7 @@ that resume to the bit, and under the other engine to rounding, and the push int
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,10 @@ import pytest
 import torch
 import transformers
 
+from megappo.telemetry.jsonl import read_lines
+from tests.models.vision_cases import write_questions, write_vision_checkpoint
+from tests.trainer.preference_runs import run_all as run_preferences
+from tests.trainer.preference_runs import run_config
 from tests.trainer.small_run import NUMBERS, bare, branch_off, check_same_numbers, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -39,6 +44,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "reference.ranks": "0",
     },
 }
+# A vision-language model with experts; its tower trains, in policy and critic.
+VISION = "qwen3_vl_moe"
+REWARD = """
+def letters(sample):
+    return (sum(map(ord, sample.response)) + len(sample.record["images"])) % 5 / 4
+"""
+SPARSE = {"tp": 2, "sequence_parallel": True, "ep": 2}
+SEEING: dict[str, dict[str, Any]] = {"seeing-megatron": {"policy.parallel": SPARSE}, "seeing-fsdp2": FSDP2}
 
 
 def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
@@ -50,6 +63,41 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return config
 
 
+def seeing_config(folder: Path, name: str) -> dict[str, Any]:
+    changes = {
+        "policy.model": str(folder / VISION),
+        "teacher": {"model": str(folder / VISION), "dtype": "fp32"},
+        "algorithm.distillation": {},
+        "rollout": {"kv_cache_gib": 0.03, "samples_per_prompt": 2, "max_response_tokens": 6},
+        "data": {"train": str(folder / "questions.jsonl"), "image_key": "images", "chat_template": False},
+        "data.max_prompt_tokens": 64,
+        "data.prompts_per_step": 4,
+        "reward.parts": [{"path": str(folder / "letters.py"), "function": "letters"}],
+        "algorithm.mini_batch_size": 4,
+        "telemetry": {"trajectories_every": 1, "trajectories_per_step": 8},
+        "trainer": {"steps": STEPS},
+    }
+    config = bare(small_config(folder, name, steps=STEPS, **changes, **SEEING[name]))
+    config["checkpoint"]["export_at_end"] = True
+    return config
+
+
+def pairs_config(folder: Path, engine: str) -> dict[str, Any]:
+    """Two steps of DPO on pairs of answers to questions about pictures."""
+    sizes = {"trainer": {"steps": STEPS, "batch_size": 4}, "data.max_tokens": 64, "data.image_key": "images"}
+    changes = {"role.model": str(folder / VISION), "role.engine": engine, "data.train": str(folder / "pairs.jsonl")}
+    config = run_config(folder, "dpo", f"pairs-{engine}", **sizes, **changes)
+    del config["data"]["eval"], config["data"]["tokenizer"]
+    return config
+
+
+def write_pairs(folder: Path) -> None:
+    lines = [
+        {"prompt": "<image>How many?", "chosen": str(number), "rejected": "none", "images": f"{number}.png"} for number in range(4)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
 SAVES = ("megatron", "fsdp2", "interrupted", "to-megatron")
 # name -> the run whose first step it has, and the engine that resumes it there
 INTERRUPTED = {"interrupted": ("fsdp2", "fsdp2"), "to-megatron": ("fsdp2", "megatron"), "to-fsdp2": ("megatron", "fsdp2")}
@@ -59,6 +107,8 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
     """Name of an interrupted run -> lines that its resume logs about what has changed."""
     said: dict[str, list[str]] = {}
     run_many(rank, [(config_of(folder, name, name), False) for name in RUNS])
+    run_many(rank, [(seeing_config(folder, name), False) for name in SEEING])
+    run_preferences(rank, [(pairs_config(folder, engine), False) for engine in ("megatron", "fsdp2")])
     for name, (begins, resumes) in (INTERRUPTED | {"recut": ("fsdp2", "cut")}).items():
         branch_off(folder, begins, name, 1)
         with mock.patch("megappo.trainer.run_facts.warn_once", lambda _, __, line: said.setdefault(name, []).append(line)):
@@ -82,6 +132,10 @@ def export_first_steps(rank: int, folder: Path) -> None:
 def task(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     folder = tmp_path_factory.mktemp("fsdp2")
     write_small_task(folder)
+    write_vision_checkpoint(folder / VISION, VISION)
+    write_questions(folder)
+    write_pairs(folder)
+    (folder / "letters.py").write_text(REWARD)
     return folder, spawn_world(run_all, 2, folder)[0]
 
 
@@ -156,7 +210,41 @@ def test_a_step_of_the_other_engine_is_exported(folder: Path) -> None:
     assert any(not torch.equal(fsdp2[name], tensor) for name, tensor in weights(folder, "interrupted").items())
 
 
-@pytest.mark.parametrize("name", ["vllm-cut", "placed"])
+def test_images_train_as_under_megatron(folder: Path) -> None:
+    """The same responses of vLLM to prompts with pictures, and the same numbers of both roles' updates in each step."""
+    ours, theirs = (rows(folder, name) for name in SEEING)
+    assert len(ours) == len(theirs) == STEPS
+    check_same_numbers(ours, theirs)
+    for row in ours:
+        assert 0 < row["reward/score_mean"] < 1 and row["policy/updates"] == row["critic/updates"] == 2
+    for one in read_lines(folder / "runs" / "seeing-fsdp2" / "trajectories/step_000001.jsonl"):
+        assert one["teacher_logprob"] == pytest.approx(one["logprob"], abs=1e-4), "the teacher is the policy as it starts, and sees"
+    first, second = (read_lines(folder / "runs" / name / "trajectories/step_000002.jsonl") for name in SEEING)
+    assert [one["response_tokens"] for one in first] == [one["response_tokens"] for one in second]
+    # A thumbnail for each picture, and none for the question without one.
+    shown = {(len(set(one["prompt_tokens"]) & set(map(int, one["images"]))), len(one["images"])) for one in first}
+    assert shown <= {(0, 0), (1, 1), (2, 2)} and len(shown) > 1
+
+
+def test_preferences_with_images_are_learned_as_under_megatron(folder: Path) -> None:
+    first, second = (read_lines(folder / "runs" / f"pairs-{engine}" / "metrics.jsonl") for engine in ("megatron", "fsdp2"))
+    for mine, theirs in zip(first, second, strict=True):
+        names = ("dpo/loss", "dpo/margin", "dpo/grad_norm")
+        assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-4, abs=1e-5)
+    assert first[0]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4) and first[1]["dpo/loss"] < first[0]["dpo/loss"] - 1e-3
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_export_of_a_model_with_pictures_is_read_by_transformers(folder: Path, name: str) -> None:
+    model_class = transformers.Qwen3VLMoeForConditionalGeneration
+    before = model_class.from_pretrained(folder / VISION).state_dict()
+    model, loading = model_class.from_pretrained(folder / "runs" / name / "export", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert any("visual" in key for key in moved) and any("experts" in key for key in moved)
+
+
+@pytest.mark.parametrize("name", ["vllm-cut", "placed", *SEEING])
 def test_vllm_samples_with_the_pushed_weights(folder: Path, name: str) -> None:
     for row in rows(folder, name):
         assert row["rollout/push_verified"] == 1.0

@@ -9,8 +9,8 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets, rewards_of
 from megappo.config.layout_checks import reads_trajectories, uses_model
 from megappo.config.role_sections import section_of
-from megappo.config.schema import TrainConfig
-from megappo.config.supervised import AnyConfig, SftConfig
+from megappo.config.schema import DataConfig, TrainConfig
+from megappo.config.supervised import AnyConfig, PicturedDataConfig
 from megappo.data.cache import Cache
 from megappo.data.images import Places, PromptImages, open_images
 from megappo.data.sources import open_sources
@@ -23,7 +23,7 @@ from megappo.trainer.prepare.layouts import model_paths
 def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> PromptImages | None:
     """Open the images of all prompts of a run; None if `data.image_key` is not set. trains: False for evaluations alone.
     ValueError, one line, as `check_images` and `open_images`."""
-    if not isinstance(config, TrainConfig | SftConfig) or config.data.image_key is None:
+    if not isinstance(config.data, DataConfig | PicturedDataConfig) or config.data.image_key is None:
         return None
     data = config.data
     if isinstance(config, TrainConfig):
@@ -53,19 +53,18 @@ def image_notes(images: PromptImages | None) -> Iterator[str]:
 def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
     """ConfigError, one line, for a model without a tower, for towers of other patches, and for keys that do not go with images.
     archs: by role."""
-    if not isinstance(config, TrainConfig | SftConfig) or (key := config.data.image_key) is None:
+    if not isinstance(config.data, DataConfig | PicturedDataConfig) or (key := config.data.image_key) is None:
         return
-    beside = [("teacher" in archs, "a teacher")]
     if isinstance(config, TrainConfig):
-        beside += [
+        beside = (
             (config.rollout.environment is not None, "rollout.environment"),
             (config.rollout.max_staleness is not None, "rollout.max_staleness"),
-            (reads_trajectories(config), "critic.warmup.trajectories"),
-            (any(map(uses_model, rewards_of(config))), "a reward model"),
-        ]
-    for is_set, what in beside:
-        if is_set:
-            raise ConfigError(problem("data.image_key", key, f"images with {what} are not there yet; remove one of the two"))
+            (reads_trajectories(config), "critic.warmup.trajectories, whose files hold no pixels,"),
+            (any(map(uses_model, rewards_of(config))), "a reward model, which reads text,"),
+        )
+        for is_set, what in beside:
+            if is_set:
+                raise ConfigError(problem("data.image_key", key, f"images with {what} are not there; remove one of the two"))
     first = archs[config.learner].vision
     for role, arch in archs.items():
         named, path = model_paths(config)[role]

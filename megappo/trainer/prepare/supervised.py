@@ -55,11 +55,13 @@ def _rankings(config: RewardTrainingConfig, source: Source | Joined, tokenizer: 
     return preferences_of(source, tokenizer, scored, cache)
 
 
-def _preferences(config: DpoConfig, source: Source | Joined, tokenizer: Tokenizer, cache: Cache, _images: None) -> Examples:
+def _preferences(
+    config: DpoConfig, source: Source | Joined, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None
+) -> Examples:
     data = config.data
     labels = LabelKeys(data.response_key, data.label_key)
     keys = labels if config.loss.type == "kto" else PairKeys(data.chosen_key, data.rejected_key)
-    return preferences_of(source, tokenizer, _rules(data, keys), cache)
+    return preferences_of(source, tokenizer, _rules(data, keys), cache, images)
 
 
 def _rules(data: PairDataConfig, keys: Keys) -> PreferenceRules:

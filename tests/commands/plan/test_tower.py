@@ -15,7 +15,7 @@ from megappo.commands.plan.tower import kept_bytes, working_bytes
 from megappo.models.vision import features_of, tower_of
 from megappo.parallel.layout import ParallelLayout
 from tests.commands.plan.live import Live
-from tests.models.vision_cases import KINDS, images_of, vision_arch, write_questions, write_vision_checkpoint
+from tests.models.vision_cases import TOWERS, images_of, vision_arch, write_questions, write_vision_checkpoint
 
 TOWER = dict(depth=6, hidden_size=256, intermediate_size=512, num_heads=4, fullatt_block_indexes=[2, 5])
 
@@ -24,13 +24,13 @@ TOWER = dict(depth=6, hidden_size=256, intermediate_size=512, num_heads=4, fulla
 def stores(tmp_path_factory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("towers")
     write_questions(folder)
-    for kind in KINDS:
+    for kind in TOWERS:
         write_vision_checkpoint(folder / kind, kind)
-    return {kind: images_of(folder / kind, folder / "questions.jsonl", folder / "cache").store for kind in KINDS}
+    return {kind: images_of(folder / kind, folder / "questions.jsonl", folder / "cache").store for kind in TOWERS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOWERS)
 def test_a_tower_holds_what_is_planned_within_a_tenth(stores, kind: str, dtype: torch.dtype) -> None:
     vision, store = vision_arch(kind, **TOWER).vision, stores[kind]
     assert vision is not None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.public_models import DEEPSEEK_7B, LLAMA_1B, MINISTRAL_3B, QWEN_05B, facts_of
+from tests.trainer.public_models import DEEPSEEK_7B, LLAMA_1B, MINISTRAL_3B, QWEN_05B, VISION_30B_A3B, facts_of
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -94,6 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": facts_of("DeepSeek-V3"),
     "qwen2_5_vl": facts_of("Qwen2.5-VL-3B-Instruct"),
     "qwen3_vl": facts_of("Qwen3-VL-4B-Instruct"),
+    "qwen3_vl_moe": VISION_30B_A3B,
 }
 
 

@@ -84,7 +84,7 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
             "critic.parallel.pp = 4: the first stage has 1 layers, and features of images enter the first 2",
         ),
         ({"data__image_key": None, "data__max_image_pixels": 4096}, "data.max_image_pixels.*data.image_key is not set"),
-        ({"rollout__environment": {"path": "game.py", "function": "step"}}, "images with rollout.environment are not there yet"),
+        ({"rollout__environment": {"path": "game.py", "function": "step"}}, "images with rollout.environment are not there"),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
