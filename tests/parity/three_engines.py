@@ -209,8 +209,8 @@ def run_fp32(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
     result: dict[str, Any] = {"gap": gap, "megatron": {}, "vllm": {}}
     for sizes in case.layouts:
         policy = build_megatron(path, worlds.groups(sizes), "fp32")
-        found = errors_of(score_by_megatron(policy), logprobs) | {"same_tokens": continue_by_megatron(policy) == tokens}
-        result["megatron"][str(policy.groups.layout)] = found
+        result["megatron"][str(policy.groups.layout)] = errors_of(score_by_megatron(policy), logprobs)
+    result["same_tokens"] = continue_by_megatron(policy) == tokens  # in the last layout, as its log-probs are those of the others
     for tp in case.of_vllm:
         with vllm_with_weights(path, policy, tp, "fp32") as engine:
             found = errors_of(score_by_vllm(engine), logprobs) | {"same_tokens": continue_by_vllm(engine) == tokens}
