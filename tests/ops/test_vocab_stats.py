@@ -14,17 +14,12 @@ from torch.library import opcheck
 
 from megappo.ops import dispatch
 from megappo.ops.implementations import interpreted
-from tests.ops.vocab_oracle import IGNORE, Answer, assert_matches, bits, cut, oracle, run_shards
+from tests.ops.vocab_oracle import IGNORE, Answer, assert_matches, bits, cut, oracle, run_shards, some
 
 OPS = torch.ops.megappo
 # numpy's, in Triton's interpreter: -inf - -inf of a row that does not count
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow|All-NaN slice) encountered:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def some(cases, *chosen):
-    """The cases of a test, for an interpreted kernel the chosen ones: each launch takes a tenth of a second or more."""
-    return [cases[index % len(cases)] for index in chosen] if interpreted() else cases
 
 
 def batch(num_tokens, vocab, seed=0, dtype=torch.float32, spread=3.0):
