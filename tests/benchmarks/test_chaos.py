@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from benchmarks import chaos
+from benchmarks.reliability import live
 from benchmarks.reliability.compare import compare
 from benchmarks.reliability.faults import KINDS
 from benchmarks.reliability.live import Row
 from benchmarks.reliability.soak import draw, productive_s, wall_s
+from tests.forked_commands import start_command
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
-STEPS = 18
-FAULTS = ["kill", "late", "corrupt"]
+STEPS = 14  # the fewest for two faults
+FAULTS = ["late", "corrupt"]  # a flipped bit is followed by a kill
 KEYS = {
     "rollout.engine": "megatron",  # starts in a second
     "telemetry.trackers": [],
@@ -42,8 +48,25 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
+class Forked:
+    """In place of the `Popen` of `megappo train`: the command in a fork, whose ranks are forks of a child of it."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
+        assert command[:3] == [sys.executable, "-m", "megappo"]
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = f"{folder}/said"
+            os.mkfifo(pipe)
+            self._process = start_command(*command[3:], output=pipe, errors=pipe, environment=env)
+            self.stdout = open(pipe, errors="replace")
+        self.pid, self.kill, self.wait = self._process.pid, self._process.kill, self._process.join
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
 def test_a_run_under_faults_ends_with_the_bits_of_a_clean_one(task, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(live, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=None, PIPE=None, STDOUT=None))
     arguments = [str(task / "small.yaml"), "--faults", str(len(FAULTS)), "--kinds", ",".join(FAULTS), "--seed", "3"]
     code = chaos.main([*arguments, "--clean", str(task / "runs" / "clean")])
     said = capfd.readouterr().out
@@ -51,7 +74,7 @@ def test_a_run_under_faults_ends_with_the_bits_of_a_clean_one(task, capfd, monke
     assert f"survived: {len(FAULTS)} of {len(FAULTS)}; the command ended with exit code 0" in said
     assert "end equal bit for bit: yes (" in said and "effective training time: " in said
     rows = [line.split() for line in said.splitlines() if line.rstrip().endswith(("restarted", "went on"))]
-    assert sorted(row[-1] for row in rows) == ["on", "restarted", "restarted"]
+    assert sorted(row[-1] for row in rows) == ["on", "restarted"]
     assert any((task / "runs" / "small-chaos" / "checkpoints").glob("bad-step-*")), "the corrupted one was found"
 
 
@@ -133,7 +156,7 @@ def test_the_effective_time_leaves_out_repeated_steps_and_the_way_back():
         ),
         (["trainer.steps=null", "trainer.epochs=1"], "trainer.steps = null"),
         (["trainer.stepss=1"], "unknown key; did you mean trainer.steps?"),
-        (["run.name=other", "--clean", "absent"], "the clean run absent did not come to step 18"),
+        (["run.name=other", "--clean", "absent"], f"the clean run absent did not come to step {STEPS}"),
         (["run.name=clean", "--clean", "absent", "--crash"], "unrecognized arguments: --crash"),
     ],
 )
