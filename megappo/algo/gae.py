@@ -14,6 +14,55 @@ from megappo.algo.kl import kl_estimate
 from megappo.algo.whitening import whitening_moments
 
 
+class Rewards(NamedTuple):
+    """Parts of the rewards of a batch of T tokens in B sequences."""
+
+    logprob: Tensor
+    """[T] aligned to their own token (`algo/alignment.py`); not read without ref_logprob."""
+    ref_logprob: Tensor | None
+    """[T]; -kl_coef times the KL against it is the reward of a sampled token, None means no KL."""
+    score: Tensor
+    """[B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens."""
+    token_reward: Tensor | None = None
+    """[T] added to the reward of sampled tokens, None means 0."""
+    kl_estimator: str = "k1"
+    """A name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS only."""
+    kl_coef: float = 0.0
+
+
+class Lambdas(NamedTuple):
+    """gamma, and one lambda for all sequences, or one for each if lam_*_each [B] fp64 is given. Advantages use lam_policy, returns
+    = value + advantages under lam_value."""
+
+    gamma: float
+    lam_policy: float
+    lam_value: float
+    lam_policy_each: Tensor | None
+    lam_value_each: Tensor | None
+
+    def per_token(self, sequence: Tensor) -> Tensor:
+        """Lambdas of policy and critic at every token, [2, T] fp64. sequence: [T] number of the token's sequence."""
+        rows = [
+            torch.full(sequence.shape, lam, dtype=torch.float64, device=sequence.device)
+            if each is None
+            else each.double()[sequence]
+            for lam, each in ((self.lam_policy, self.lam_policy_each), (self.lam_value, self.lam_value_each))
+        ]
+        return torch.stack(rows)
+
+
+class TimeSteps(NamedTuple):
+    """Differences between sampled tokens."""
+
+    steps: Tensor | None = None
+    """[T] bool, which sampled tokens are time steps, None means all. Any other sampled token adds its reward, undecayed, to the
+    step before it and has no value, advantage or return: gamma, lambdas, lengths and moments count steps."""
+    weight: Tensor | None = None
+    trace: Tensor | None = None
+    """weight, trace: [T] w and c of V-trace at steps, None means 1; A = w (reward - value + x) and x <- gamma value + gamma lambda
+    c A, where x is what follows."""
+
+
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """GAE lambda of each sequence: lambda_b = 1 - 1 / (alpha * length_b), [B] fp64; lengths [B] counts sampled tokens.
     Keeps the sum of the TD-error weights, about 1/(1 - lambda), proportional to the length (VAPO, Yue et al. 2025, eq. 7).
@@ -24,69 +73,38 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def token_advantages(
-    logprob: Tensor,
-    ref_logprob: Tensor | None,
-    score: Tensor,
+    rewards: Rewards,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
     bootstrap: Tensor | None,
-    gamma: float,
-    lam_policy: float,
-    lam_value: float,
-    lam_policy_each: Tensor | None,
-    lam_value_each: Tensor | None,
-    kl_estimator: str,
-    kl_coef: float,
-    token_reward: Tensor | None,
-    steps: Tensor | None,
-    weight: Tensor | None,
-    trace: Tensor | None,
+    lambdas: Lambdas,
+    times: TimeSteps,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
 
     GAE is A_t = delta_t + gamma lambda A_next(t), where next(t) is the next *sampled* token of the sequence. A token that was not
-    sampled (prompt, tool output, padding) is skipped: it has no TD error and no decay. A lambda is one number, or one per sequence
-    if lam_*_each [B] is given.
+    sampled (prompt, tool output, padding) is skipped: it has no TD error and no decay.
     """
     links = Links.of(response_mask, cu_seqlens)
-    reward = token_rewards(logprob, ref_logprob, score, response_mask, cu_seqlens, kl_estimator, kl_coef)
-    if token_reward is not None:
-        reward = reward + torch.where(response_mask, token_reward.double(), 0.0)
-    lams = _per_token_lambdas(links.sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    weights = None if steps is None and weight is None and trace is None else StepWeights.of(response_mask, steps, weight, trace)
-    scanned = _scan(reward, value, response_mask, links, bootstrap, lams, gamma, weights)
+    reward = token_rewards(rewards, response_mask, links)
+    weights = None if all(one is None for one in times) else StepWeights.of(response_mask, *times)
+    scanned = _scan(reward, value, response_mask, links, bootstrap, lambdas.per_token(links.sequence), lambdas.gamma, weights)
     reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
     return reward, advantage, returns, moments
 
 
-def token_rewards(
-    logprob: Tensor,
-    ref_logprob: Tensor | None,
-    score: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    kl_estimator: str,
-    kl_coef: float,
-) -> Tensor:
-    """Reward of each token, [T] fp64: -kl_coef * KL, plus the score [B] at the last sampled token; 0 outside the mask."""
-    sequence, _, after_last = Links.of(response_mask, cu_seqlens)
+def token_rewards(rewards: Rewards, response_mask: Tensor, links: Links) -> Tensor:
+    """Reward of each token, [T] fp64: -kl_coef * KL, plus the token's own, plus the score [B] at the last sampled token; 0 outside
+    the mask."""
+    logprob, ref_logprob, score, token_reward, kl_estimator, kl_coef = rewards
     reward = torch.zeros(logprob.shape, dtype=torch.float64, device=logprob.device)
     if ref_logprob is not None and kl_coef != 0.0:
         reward = reward - kl_coef * kl_estimate(logprob.double(), ref_logprob.double(), kl_estimator)
     # an empty batch has no sequence to index
-    at_end = score.double()[sequence] if score.numel() else reward
-    return torch.where(response_mask, reward + torch.where(response_mask & after_last, at_end, 0.0), 0.0)
-
-
-def _per_token_lambdas(
-    sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Tensor | None, lam_value_each: Tensor | None
-) -> Tensor:
-    rows = [
-        torch.full(sequence.shape, lam, dtype=torch.float64, device=sequence.device) if each is None else each.double()[sequence]
-        for lam, each in ((lam_policy, lam_policy_each), (lam_value, lam_value_each))
-    ]
-    return torch.stack(rows)  # [2, T] fp64: policy, critic
+    at_end = score.double()[links.sequence] if score.numel() else reward
+    reward = torch.where(response_mask, reward + torch.where(response_mask & links.after_last, at_end, 0.0), 0.0)
+    return reward if token_reward is None else reward + torch.where(response_mask, token_reward.double(), 0.0)
 
 
 def _first_after(flag: Tensor) -> Tensor:

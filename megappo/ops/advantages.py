@@ -15,27 +15,12 @@ import torch
 from torch import Tensor
 
 from megappo.algo import gae as reference
+from megappo.algo.gae import Lambdas, Rewards, TimeSteps
 from megappo.algo.kl import ESTIMATORS
-from megappo.ops.dispatch import implementation, op
+from megappo.ops.dispatch import is_reference, op
 
 KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 """Estimators that kernels have, numbered from 1 in this order: Kl in csrc/advantages, KIND in ops/triton/advantages.py."""
-
-
-class Rewards(NamedTuple):
-    """Parts of the rewards of a batch of T tokens in B sequences."""
-
-    logprob: Tensor
-    """[T] aligned to their own token (`algo/alignment.py`); not read without ref_logprob."""
-    ref_logprob: Tensor | None
-    """[T]; -kl_coef times the KL against it is the reward of a sampled token, None means no KL."""
-    score: Tensor
-    """[B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens."""
-    token_reward: Tensor | None = None
-    """[T] added to the reward of sampled tokens, None means 0."""
-    kl_estimator: str = "k1"
-    """A name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS only."""
-    kl_coef: float = 0.0
 
 
 class Discount(NamedTuple):
@@ -44,18 +29,6 @@ class Discount(NamedTuple):
     gamma: float = 1.0
     lam_policy: float | Tensor = 0.95
     lam_value: float | Tensor = 0.95
-
-
-class TimeSteps(NamedTuple):
-    """Differences between sampled tokens."""
-
-    steps: Tensor | None = None
-    """[T] bool, which sampled tokens are time steps, None means all. Any other sampled token adds its reward, undecayed, to the
-    step before it and has no value, advantage or return: gamma, lambdas, lengths and moments count steps."""
-    weight: Tensor | None = None
-    trace: Tensor | None = None
-    """weight, trace: [T] w and c of V-trace at steps, None means 1; A = w (reward - value + x) and x <- gamma value + gamma lambda
-    c A, where x is what follows (`algo/gae.py`)."""
 
 
 def token_advantages(
@@ -89,7 +62,7 @@ def token_advantages(
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
     # A kernel picks its formula by number: without this check it would be asked for a number that it does not have.
-    if kl_estimator not in KERNEL_ESTIMATORS and implementation("token_advantages", (value,)) is not reference.token_advantages:
+    if kl_estimator not in KERNEL_ESTIMATORS and not is_reference("token_advantages", (value,)):
         raise ValueError(
             f"kl_estimator {kl_estimator!r} has no kernel (those have {', '.join(KERNEL_ESTIMATORS)}): use kernels=reference"
         )
@@ -176,7 +149,12 @@ def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, 
     return float("nan"), lam.double().expand(num_sequences)  # nan: a kernel that reads the number all the same is found out
 
 
-_token_advantages = op(reference.token_advantages, file=__name__)
+# In the order of csrc/advantages/binding.cpp.
+_SCHEMA = (
+    *("logprob", "ref_logprob", "score", "value", "response_mask", "cu_seqlens", "bootstrap", *Lambdas._fields),
+    *("kl_estimator", "kl_coef", "token_reward", *TimeSteps._fields),
+)
+_token_advantages = op(reference.token_advantages, file=__name__, order=_SCHEMA)
 
 
 @_token_advantages.register_fake

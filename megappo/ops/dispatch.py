@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,6 +21,41 @@ from megappo.ops.implementations import ORDER, Kernels, missing
 
 Watch = Callable[[str, str, Callable[[], Any]], Any]
 """(op, implementation, call) -> the call's result."""
+
+
+class _Signature(NamedTuple):
+    """Arguments of an op: one by one in its schema and in compiled code, some of them as the fields of a record in Python."""
+
+    schema: Callable[..., Any]
+    """Stands for the reference in `infer_schema`."""
+    positions: tuple[tuple[Callable[..., Any] | None, tuple[int, ...]], ...]
+    """(record or None, positions of its fields in the schema) of every argument in Python."""
+
+    @classmethod
+    def of(cls, reference: Callable[..., Any], order: Sequence[str]) -> _Signature:
+        hints = get_type_hints(reference)
+        returns = hints.pop("return")  # NoneType for None, which `infer_schema` does not know
+        fields = {name: get_type_hints(kind) if hasattr(kind, "_fields") else {name: kind} for name, kind in hints.items()}
+        types = {name: kind for of_record in fields.values() for name, kind in of_record.items()}
+        names = tuple(order or types)
+        positions = tuple(
+            (hints[at] if hasattr(hints[at], "_fields") else None, tuple(map(names.index, fields[at]))) for at in hints
+        )
+
+        def schema() -> None:
+            """Have the signature below."""
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[name]) for name in names]
+        setattr(schema, "__signature__", inspect.Signature(parameters, return_annotation=None if returns is NoneType else returns))
+        return cls(schema, positions)
+
+    def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of the schema's arguments that packs their records for `function`."""
+        if all(record is None for record, _ in self.positions):
+            return function
+        return lambda *args: function(
+            *(args[at[0]] if record is None else record(*(args[i] for i in at)) for record, at in self.positions)
+        )
 
 
 class _Selection:
@@ -34,15 +71,17 @@ class _Selection:
 
 _selection = _Selection()
 _references: dict[str, Callable[..., Any]] = {}
+_signatures: dict[str, _Signature] = {}
 _files: dict[str, str] = {}
 _row_ops: dict[str, str] = {}
 
 
-def op(reference: Callable[..., Any], *, file: str | None = None) -> CustomOpDef:
+def op(reference: Callable[..., Any], *, file: str | None = None, order: Sequence[str] = ()) -> CustomOpDef:
     """Register `reference` as `torch.ops.megappo.<its name>`, functional, with the schema of its annotations. Also a decorator.
-    file: module of ops/ that has the op, for a reference in algo/; Python kernels are in files of the same name, with the same
-    arguments. The caller adds `register_fake` (and `register_autograd`)."""
-    return _register(reference, (), file)
+    The schema has the fields of an argument that is a NamedTuple, one by one. file: module of ops/ that has the op, for a reference
+    in algo/; Python kernels are in files of the same name, with the same arguments. order: names of the schema, which compiled code
+    has too, if they are not in the order of the reference's. The caller adds `register_fake` (and `register_autograd`)."""
+    return _register(reference, (), file, order)
 
 
 def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -50,16 +89,19 @@ def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDe
     return lambda reference: _register(reference, mutates_args)
 
 
-def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...], file: str | None = None) -> CustomOpDef:
+def _register(
+    reference: Callable[..., Any], mutates_args: tuple[str, ...], file: str | None = None, order: Sequence[str] = ()
+) -> CustomOpDef:
     name = reference.__name__.lstrip("_")
-    _references[name] = reference
+    signature = _signatures[name] = _Signature.of(reference, order)
+    _references[name] = signature.flat(reference)
     _files[name] = (file or reference.__module__).rpartition(".")[2]
 
     def run(*args: Any) -> Any:
         chosen, call = _choice(name, args)
         return call(*args) if _selection.watch is None else _selection.watch(name, chosen, lambda: call(*args))
 
-    schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
+    schema = torch.library.infer_schema(signature.schema, mutates_args=mutates_args)
     return torch.library.custom_op(f"megappo::{name}", run, mutates_args=mutates_args, schema=schema)
 
 
@@ -76,6 +118,11 @@ def op_around(row_op: str, *mutates_args: str) -> Callable[[Callable[..., Any]],
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
     """Function that a call of the op with these arguments runs."""
     return _choice(name, args)[1]
+
+
+def is_reference(name: str, args: tuple[Any, ...]) -> bool:
+    """True if a call of the op with these arguments runs its reference."""
+    return implementation(name, args) is _references[name]
 
 
 def _choice(name: str, args: tuple[Any, ...]) -> tuple[str, Callable[..., Any]]:
@@ -186,7 +233,8 @@ def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
         return None
     module = importlib.import_module(path)
     usable: Callable[[], bool] = getattr(module, "usable", lambda: True)
-    return getattr(module, name, None) if usable() else None
+    function = getattr(module, name, None) if usable() else None
+    return None if function is None else _signatures[name].flat(function)
 
 
 def native_op(name: str) -> Callable[..., Any] | None:

@@ -5,7 +5,7 @@ does; the gradient passes straight through the rounding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +46,13 @@ def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
     return None if tensor is None else tensor[tokens]
 
 
-@dataclass(frozen=True)
-class LinearLogits:
-    """Logits of hidden [T, H] @ weight[:num_valid].T; the other fields are the arguments of `linear_stats`."""
+class LinearLogits(NamedTuple):
+    """Logits of hidden @ weight[:num_valid].T, and what is computed of them. Fields that are not named below: see `vocab_stats`."""
 
     hidden: Tensor
+    """[T, H]."""
     weight: Tensor
+    """[Vl, H] of hidden's dtype; rows from `num_valid` on are padding."""
     target: Tensor
     vocab_start: int
     num_valid: int
@@ -59,13 +60,15 @@ class LinearLogits:
     row_inv_temp: Tensor | None
     ignore_index: int
     kept: Tensor | None
+    """See `top_k_ids.py`."""
     bf16_logits: bool
     invariant: bool = False
+    """The bits of a row do not depend on the other rows or on T."""
 
     def at(self, tokens: slice) -> LinearLogits:
         """The same of these tokens alone."""
         rows = {"hidden": self.hidden[tokens], "target": self.target[tokens], "kept": _rows(self.kept, tokens)}
-        return replace(self, **rows, row_inv_temp=_rows(self.row_inv_temp, tokens))
+        return self._replace(**rows, row_inv_temp=_rows(self.row_inv_temp, tokens))
 
     @property
     def num_tokens(self) -> int:

@@ -200,25 +200,10 @@ class _LinearLogprob(torch.autograd.Function):
         call: LinearCall,
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        shard = call.shard
         keep_logits = call.keep_logits and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])  # nobody else reads them
-        stats, logits = torch.ops.megappo.linear_stats(
-            call.all_rows(hidden),
-            weight,
-            target,
-            shard.start,
-            shard.num_valid,
-            shard.inv_temp,
-            row_inv_temp,
-            shard.ignore_index,
-            want_entropy,
-            kept,
-            call.bf16_logits,
-            keep_logits,
-            call.chunk_tokens,
-            call.invariant,
-        )
-        logprob, entropy, lse = merge_shards(stats, target, shard)
+        problem = call.problem(call.all_rows(hidden), weight, target, row_inv_temp, kept)
+        stats, logits = torch.ops.megappo.linear_stats(*problem, want_entropy, keep_logits, call.chunk_tokens)
+        logprob, entropy, lse = merge_shards(stats, target, call.shard)
         ctx.save_for_backward(hidden, weight, target, row_inv_temp, kept, lse, entropy, logits if keep_logits else None)
         ctx.call = call
         ctx.set_materialize_grads(False)  # a loss without entropy then gives g_entropy None, and the backward is cheaper
@@ -228,38 +213,16 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, row_inv_temp, kept, lse, entropy, logits = ctx.saved_tensors
-        call, shard = ctx.call, ctx.call.shard
+        call = ctx.call
         if g_logprob is None:  # a loss of the entropy alone
             g_logprob = torch.zeros_like(lse)
-        rows = call.all_rows(hidden)  # gathered again: kept, [T, H] would undo what sequence parallel saves
+        # Rows are gathered again: kept, [T, H] would undo what sequence parallel saves.
+        problem = call.problem(call.all_rows(hidden), weight, target, row_inv_temp, kept)
+        upstream = Upstream(lse, entropy, g_logprob, g_entropy)
         if call.into_main_grad or not ctx.needs_input_grad[1]:
-            dhidden = backward_in_blocks(
-                call.problem(rows, weight, target, row_inv_temp, kept),
-                Upstream(lse, entropy, g_logprob, g_entropy),
-                logits,
-                call.chunk_tokens,
-                main_grad_of(weight) if call.into_main_grad else None,
-                add=True,
-            )
+            main_grad = main_grad_of(weight) if call.into_main_grad else None
+            dhidden = backward_in_blocks(problem, upstream, logits, call.chunk_tokens, main_grad, add=True)
             dweight = handed_over(weight) if call.into_main_grad else None
         else:
-            dhidden, dweight = torch.ops.megappo.linear_backward(
-                rows,
-                weight,
-                target,
-                lse,
-                entropy,
-                g_logprob,
-                g_entropy,
-                shard.start,
-                shard.num_valid,
-                shard.inv_temp,
-                row_inv_temp,
-                shard.ignore_index,
-                kept,
-                logits,
-                call.bf16_logits,
-                call.chunk_tokens,
-                call.invariant,
-            )
+            dhidden, dweight = torch.ops.megappo.linear_backward(*problem, *upstream, logits, call.chunk_tokens)
         return call.sum_over_shards(dhidden), dweight, None, None, None, None, None

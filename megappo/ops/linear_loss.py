@@ -119,22 +119,8 @@ class _Chunks:
 
     def chunk(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
         problem, shard = self.problem.at(tokens), self.call.shard
-        stats, logits = torch.ops.megappo.linear_stats(
-            problem.hidden,
-            problem.weight,
-            problem.target,
-            problem.vocab_start,
-            problem.num_valid,
-            problem.inv_temp,
-            problem.row_inv_temp,
-            problem.ignore_index,
-            self.want_entropy,
-            problem.kept,
-            problem.bf16_logits,
-            True,  # keep_logits
-            problem.num_tokens,  # one block of tokens, so that the weights of a block of columns are widened once
-            False,  # invariant
-        )
+        # Logits are kept, of one block of tokens, so that the weights of a block of columns are widened once.
+        stats, logits = torch.ops.megappo.linear_stats(*problem, self.want_entropy, True, problem.num_tokens)
         logprob, entropy, lse = merge_shards(stats, problem.target, shard)
         loss, g_logprob, g_entropy, metrics = self.differentiate(tokens, logprob, entropy if self.want_entropy else None)
         if self.gradients:

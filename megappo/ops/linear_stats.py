@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.ops.dispatch import op_around
 from megappo.ops.gemm import add_mm_
-from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
+from megappo.ops.linear_blocks import LinearLogits, merge_blocks
 from megappo.ops.vocab_stats import Upstream, compute_dtype
 
 
@@ -50,40 +50,22 @@ def _kept_shape(hidden: Tensor, num_valid: int, keep_logits: bool) -> tuple[int,
 
 
 @op_around("vocab_stats")
-def linear_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    want_entropy: bool,
-    kept: Tensor | None,
-    bf16_logits: bool,
-    keep_logits: bool,
-    chunk_tokens: int,
-    invariant: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute (stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
+def linear_stats(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """Compute (stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits), by matrix products and `vocab_stats`: of
+    each block, or of whole rows where the logits are kept.
 
-    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `top_k_ids.py`; bf16_logits: see
-    `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted, before
-    temperature; else [0, 0]. chunk_tokens: most tokens in a block, 0 for the device's default. invariant: the bits of a row do not
-    depend on the other rows or on T. Other arguments as in `vocab_stats`.
+    keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted, before temperature; else [0, 0].
+    chunk_tokens: most tokens in a block, 0 for the device's default.
     """
-    problem = LinearLogits(
-        hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
-    )
     return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
 
 
 @linear_stats.register_fake
-def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, _, num_valid, *_, bf16_logits, keep_logits, _, _ = rest
-    stats = hidden.new_empty((hidden.shape[0], 4), dtype=compute_dtype(hidden.dtype))
-    return stats, hidden.new_empty(_kept_shape(hidden, num_valid, keep_logits), dtype=logits_dtype_of(weight, bf16_logits))
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *given, _, keep_logits, _ = arguments
+    problem = LinearLogits(*given)
+    stats = problem.hidden.new_empty((problem.num_tokens, 4), dtype=compute_dtype(problem.hidden.dtype))
+    return stats, problem.hidden.new_empty(_kept_shape(problem.hidden, problem.num_valid, keep_logits), dtype=problem.dtype)
 
 
 def dlogits_in_steps(problem: LinearLogits, upstream: Upstream) -> Tensor:
@@ -94,26 +76,9 @@ def dlogits_in_steps(problem: LinearLogits, upstream: Upstream) -> Tensor:
 
 
 @op_around("vocab_logits_backward")
-def linear_dlogits(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
-    vocab_start: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    kept: Tensor | None,
-    bf16_logits: bool,
-    invariant: bool,
-) -> Tensor:
-    """Compute the gradient [T, Vl] of the logits hidden @ weight.T, in the inputs' dtype. weight: [Vl, H], all of it vocabulary;
-    vocab_start: the id of its first row. Other arguments as in `linear_backward`."""
-    rest = vocab_start, weight.shape[0], inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
-    return dlogits_in_steps(LinearLogits(hidden, weight, target, *rest), Upstream(lse, entropy, g_logprob, g_entropy))
+def linear_dlogits(problem: LinearLogits, upstream: Upstream) -> Tensor:
+    """Compute the gradient [T, Vl] of the logits hidden @ weight.T, in the inputs' dtype. The weight is all vocabulary."""
+    return dlogits_in_steps(problem, upstream)
 
 
 @linear_dlogits.register_fake
@@ -122,34 +87,12 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 
 @op_around("vocab_logits_backward")
-def linear_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    kept: Tensor | None,
-    logits: Tensor | None,
-    bf16_logits: bool,
-    chunk_tokens: int,
-    invariant: bool,
-) -> tuple[Tensor, Tensor]:
+def linear_backward(problem: LinearLogits, upstream: Upstream, logits: Tensor | None, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     """Compute (dhidden [T, H], this shard's part of the sum over shards; dweight [Vl, H], padding rows 0), in the inputs' dtypes.
-    lse, entropy, g_*: [T] as merged over all shards. logits: as `linear_stats` kept them, None to recompute them. Both gradients
-    are summed over their blocks in fp32."""
-    problem = LinearLogits(
-        hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
-    )
-    dweight = weight.new_empty(weight.shape)
-    dweight[num_valid if hidden.shape[0] else 0 :] = 0  # what no block reaches
-    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
+    upstream: [T] as merged over all shards. logits: as `linear_stats` kept them, None to recompute them. Both gradients are summed
+    over their blocks in fp32."""
+    dweight = problem.weight.new_empty(problem.weight.shape)
+    dweight[problem.num_valid if problem.num_tokens else 0 :] = 0  # what no block reaches
     return backward_in_blocks(problem, upstream, logits, chunk_tokens, dweight, add=False), dweight
 
 
@@ -203,17 +146,6 @@ def _dlogits(
         return problem.dlogits(kept, tokens, columns, upstream, own=False)
     if not hidden.is_cuda:  # the operands are widened once for all blocks, which the op could not do
         return problem.dlogits(problem.logits(hidden, weight, tokens, columns), tokens, columns, upstream, own=True)
-    part = problem.at(tokens)
-    return torch.ops.megappo.linear_dlogits(
-        hidden,
-        weight,
-        part.target,
-        *upstream,
-        part.vocab_start + columns.start,
-        part.inv_temp,
-        part.row_inv_temp,
-        part.ignore_index,
-        part.kept,
-        part.bf16_logits,
-        part.invariant,
-    )
+    start, num_valid = problem.vocab_start + columns.start, columns.stop - columns.start
+    part = problem.at(tokens)._replace(hidden=hidden, weight=weight, vocab_start=start, num_valid=num_valid)
+    return torch.ops.megappo.linear_dlogits(*part, *upstream)

@@ -20,6 +20,7 @@ from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops import dispatch
 from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
+from megappo.ops.linear_blocks import LinearLogits
 from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.runtime.messages import first_line
@@ -138,8 +139,8 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
     yield "gradient of weight", dweight
     rows = 4.0 + numbers.uniform(NUM_ROWS), numbers.uniform(NUM_ROWS), *upstream  # any lse and entropy
     operands = hidden.detach(), weight.detach()[:num_valid]
-    rest = 0, 1 / 0.7, None, IGNORE_INDEX, None, False, False
-    yield "gradient of logits", torch.ops.megappo.linear_dlogits(*operands, target, *rows, *rest)
+    problem = LinearLogits(*operands, target, 0, num_valid, 1 / 0.7, None, IGNORE_INDEX, None, False)
+    yield "gradient of logits", torch.ops.megappo.linear_dlogits(*problem, *rows)
 
 
 def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Results:

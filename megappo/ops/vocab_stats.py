@@ -171,10 +171,7 @@ def _(gathered, target, ignore_index):
 def _vocab_logits_backward(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -182,10 +179,10 @@ def _vocab_logits_backward(
     ignore_index: int,
 ) -> Tensor:
     """Gradient of this shard's logits, [T, Vl] in their dtype. Needs no collective.
-    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). lse, entropy, g_*: [T] as merged
-    over all shards. Padding columns, ignored rows and rows without an upstream gradient are exactly 0."""
-    rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
-    check_arguments(logits, target, num_valid, **rows)
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). Padding columns, ignored
+    rows and rows without an upstream gradient are exactly 0."""
+    lse, entropy, g_logprob, g_entropy = upstream
+    check_arguments(logits, target, num_valid, **upstream._asdict(), row_inv_temp=row_inv_temp)
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)
     log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]
@@ -229,10 +226,7 @@ def _(logits, *_):
 def vocab_logits_backward_(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -242,8 +236,7 @@ def vocab_logits_backward_(
     """Compute `vocab_logits_backward` in place over `logits`, which the caller owns and no longer needs; same bits.
     The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap, else ValueError."""
     check_overwritable(logits)
-    upstream = lse, entropy, g_logprob, g_entropy
-    logits.copy_(_vocab_logits_backward(logits, target, *upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index))
+    logits.copy_(_vocab_logits_backward(logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index))
 
 
 @vocab_logits_backward_.register_fake
@@ -255,10 +248,7 @@ def _(*_):
 def vocab_logits_backward_into(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -270,7 +260,6 @@ def vocab_logits_backward_into(
     type, so that the gradient in fp32 never goes through memory. ValueError for an `out` of another shape, type or with columns
     that are not adjacent."""
     check_out(logits, out)
-    upstream = lse, entropy, g_logprob, g_entropy
     rest = vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
     out.copy_(torch.ops.megappo.vocab_logits_backward(logits, target, *upstream, *rest))
 

@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from megappo.bridge.adapter_sync import AdapterSync, sync_of
 from megappo.bridge.sync import Route, WeightSync
-from megappo.config.role_sections import PolicyConfig
-from megappo.config.run_sections import RunConfig
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import TrainConfig
 from megappo.data.images import ImageStore
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine
@@ -98,11 +96,9 @@ class Again(NamedTuple):
 
 
 def build_rollout(
-    config: RolloutConfig,
+    config: TrainConfig,
     policy: Engine | None,
     *,
-    settings: PolicyConfig,
-    run: RunConfig,
     tokenizer: Tokenizer,
     max_sequence_tokens: int,
     device: torch.device,
@@ -112,20 +108,21 @@ def build_rollout(
 ) -> RolloutEngine:
     """Build the engine of `rollout.engine` on `rollout.ranks` and connect it to the policy. Collective over the world.
 
-    policy: None on ranks that it does not live on. settings: of the policy; vLLM ignores its `logits_dtype`. run: gives the seed
-    and the limits of vLLM's groups and of meetings. max_sequence_tokens: longest prompt plus response. place: of the policy; None
-    if policy and engine live on all ranks. images: that prompts name. again: if this replica alone is the world; the first
-    `VllmEngine.reroute` connects it. ValueError if vLLM is missing.
+    config: its sections `rollout`, `policy` and `run` are read. policy: None on ranks that it does not live on.
+    max_sequence_tokens: longest prompt plus response. place: of the policy; None if policy and engine live on all ranks. images:
+    that prompts name. again: if this replica alone is the world; the first `VllmEngine.reroute` connects it. ValueError if vLLM is
+    missing.
     """
-    if config.engine == "megatron":
+    settings, run, rollout = config.policy, config.run, config.rollout
+    if rollout.engine == "megatron":
         if policy is None:  # it samples where the policy is
             return RolloutElsewhere("megatron", None)
         return MegatronRollout(policy, tokenizer.decode, logits_dtype=settings.logits_dtype, timeouts=run.timeouts)
-    route, subworld, dtype = None, None, DTYPES[settings.dtype if config.dtype == "auto" else config.dtype]
-    lora = settings.lora if config.adapter == "separate" else None
+    route, subworld, dtype = None, None, DTYPES[settings.dtype if rollout.dtype == "auto" else rollout.dtype]
+    lora = settings.lora if rollout.adapter == "separate" else None
     if place is not None:
-        ranks = placement_of(config.ranks, place.placement.world_size)
-        route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
+        ranks = placement_of(rollout.ranks, place.placement.world_size)
+        route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, rollout.tp)
         if again is None and not ranks.is_whole:
             subworld = prepare_rollout_world(ranks.ranks, run.timeouts)
         if again is None and dist.get_rank() not in ranks:
@@ -135,16 +132,16 @@ def build_rollout(
 
     where = policy if place is None else place
     assert where is not None, "a policy without a place lives on all ranks"
-    of_stop = str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None
+    of_stop = str(tokenizer.path) if rollout.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None
     engine = VllmEngine(
         VllmModel(settings.model, where.arch, dtype, max_sequence_tokens, run.seed, of_stop, lora, images),
-        config,
+        rollout,
         device=device,
         eos_token_ids=tokenizer.eos_ids,
         detokenize=tokenizer.decode,
         timeouts=run.timeouts,
         subworld=subworld,
-        cache_after_push=None if config.max_staleness is None else config.cache_after_push,
+        cache_after_push=None if rollout.max_staleness is None else rollout.cache_after_push,
     )
     if again is None:
         engine.connect(policy, route)

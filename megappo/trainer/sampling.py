@@ -42,10 +42,8 @@ def engine_of(
 ) -> RolloutEngine:
     """Build the engine of `rollout_of` without an environment. again: as of `build_rollout`."""
     return build_rollout(
-        config.rollout,
+        config,
         policy,
-        settings=config.policy,
-        run=config.run,
         tokenizer=data.tokenizer,
         max_sequence_tokens=longest_sequence_tokens(config),
         device=device,

@@ -30,7 +30,7 @@ def asked_of_the_engines(monkeypatch: pytest.MonkeyPatch, model: Path, **how: An
             return object()
 
     def build_rollout(config: Any, *_: object, **__: object) -> None:
-        raise Started(found.setdefault("tokens", config.max_response_tokens))
+        raise Started(found.setdefault("tokens", config.rollout.max_response_tokens))
 
     monkeypatch.setattr(module, "start_alone", lambda device: None)
     monkeypatch.setattr(module, "build_rollout", build_rollout)

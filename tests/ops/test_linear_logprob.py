@@ -97,13 +97,13 @@ def test_linear_never_holds_more_than_a_chunk_of_logits():
     import megappo.ops.linear_stats as linear
 
     h, w, target, g_lp, g_h = (x.detach() for x in problem(num_tokens=640, vocab=2000, hidden=8, padding=0))
-    lse = torch.full((640,), 9.0)
+    lse, given = torch.full((640,), 9.0), (h, w, target, 0, 2000, 1.0, None, IGNORE, None, False, False)
     with LargestTensor() as seen:
-        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 64, False)
-        linear.linear_backward._init_fn(h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False)
+        linear.linear_stats._init_fn(*given, True, False, 64)
+        linear.linear_backward._init_fn(*given, lse, lse, g_lp, g_h, None, 64)
     assert seen.largest == 64 * 2000
     with LargestTensor() as seen:
-        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 640, False)
+        linear.linear_stats._init_fn(*given, True, False, 640)
     assert seen.largest == 640 * 2000
 
 
@@ -141,9 +141,9 @@ def test_linear_ops_are_functional_and_have_fake_kernels():
     h, w, target, g_lp, g_h = problem(6)
     tail = (0, 50, 1.0, None, IGNORE)
     h, w = h.detach(), w.detach()
-    opcheck(torch.ops.megappo.linear_stats, (h, w, target, *tail, True, None, False, True, 4, False))
+    opcheck(torch.ops.megappo.linear_stats, (h, w, target, *tail, None, False, False, True, True, 4))
     lse = torch.full((6,), 4.0)
-    opcheck(torch.ops.megappo.linear_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, None, None, False, 4, False))
+    opcheck(torch.ops.megappo.linear_backward, (h, w, target, *tail, None, False, False, lse, lse, g_lp, g_h, None, 4))
 
 
 def test_no_tokens():

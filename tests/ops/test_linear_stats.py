@@ -136,31 +136,12 @@ def test_kept_and_recomputed_logits_give_the_same_bits(kernels):
             grads = []
             for keep_logits in (False, True):
                 # the same forward for both: a fused one has other roundings in lse
-                stats, logits = OPS.linear_stats(
-                    h, w, target, 0, 90, 1.25, None, IGNORE, True, None, logits_dtype == "bf16", True, 35, False
-                )
+                given = (target, 0, 90, 1.25, None, IGNORE, None, logits_dtype == "bf16", False)
+                stats, logits = OPS.linear_stats(h, w, *given, True, True, 35)
                 logprob, entropy, lse = OPS.vocab_stats_merge(stats[None], target, IGNORE)
-                grads.append(
-                    OPS.linear_backward(
-                        h.detach(),
-                        w.detach(),
-                        target,
-                        lse.detach(),
-                        entropy.detach(),
-                        g_lp,
-                        g_h,
-                        0,
-                        90,
-                        1.25,
-                        None,
-                        IGNORE,
-                        None,
-                        logits.detach() if keep_logits else None,
-                        logits_dtype == "bf16",
-                        35,
-                        False,
-                    )
-                )
+                upstream = lse.detach(), entropy.detach(), g_lp, g_h
+                kept_logits = logits.detach() if keep_logits else None
+                grads.append(OPS.linear_backward(h.detach(), w.detach(), *given, *upstream, kept_logits, 35))
             assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
             assert logits.dtype == (torch.bfloat16 if logits_dtype == "bf16" and dtype == torch.bfloat16 else torch.float32)
 
@@ -205,15 +186,13 @@ def test_strided_inputs_and_expanded_gradients(kernels):
 
 def test_no_tokens_and_an_empty_shard(kernels):
     h, w, target, _, _ = (x.detach().to(kernels) for x in problem(5, 12, 8))
-    tail = (True, None, False, False, 0, False)
-    stats, _ = OPS.linear_stats(h[:0], w, target[:0], 0, 12, 1.0, None, IGNORE, *tail)
+    tail = (1.0, None, IGNORE, None, False, False)
+    stats, _ = OPS.linear_stats(h[:0], w, target[:0], 0, 12, *tail, True, False, 0)
     assert stats.shape == (0, 4)
-    stats, _ = OPS.linear_stats(h, w, target, 12, 0, 1.0, None, IGNORE, *tail)
+    stats, _ = OPS.linear_stats(h, w, target, 12, 0, *tail, True, False, 0)
     assert (stats[:, 0] == -torch.inf).all() and not stats[:, 1:3].any() and (stats[:, 3] == -torch.inf).all()
     zero = torch.zeros(5, device=kernels)
-    dhidden, dweight = OPS.linear_backward(
-        h, w, target, zero, zero, zero, None, 12, 0, 1.0, None, IGNORE, None, None, False, 0, False
-    )
+    dhidden, dweight = OPS.linear_backward(h, w, target, 12, 0, *tail, zero, zero, zero, None, None, 0)
     assert not dhidden.any() and not dweight.any() and dhidden.shape == h.shape and dweight.shape == w.shape
 
 
@@ -312,7 +291,7 @@ def test_ops_are_functional_and_have_fake_kernels():
     kept = torch.arange(50).expand(6, -1)
     tail = (0, 50, 1.0, None, IGNORE)
     for keep_logits, ids in ((False, None), (True, kept)):
-        opcheck(OPS.linear_stats, (h, w, target, *tail, True, ids, False, keep_logits, 4, False))
-    opcheck(OPS.linear_dlogits, (h, w[:50], target, lse, lse, g_lp, g_h, 0, *tail[2:], kept, False, False))
-    opcheck(OPS.linear_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, kept, None, False, 4, False))
-    opcheck(OPS.linear_backward, (h, w, target, lse, lse, g_lp, None, *tail, None, h @ w[:50].t(), False, 0, True))
+        opcheck(OPS.linear_stats, (h, w, target, *tail, ids, False, False, True, keep_logits, 4))
+    opcheck(OPS.linear_dlogits, (h, w[:50], target, *tail, kept, False, False, lse, lse, g_lp, g_h))
+    opcheck(OPS.linear_backward, (h, w, target, *tail, kept, False, False, lse, lse, g_lp, g_h, None, 4))
+    opcheck(OPS.linear_backward, (h, w, target, *tail, None, False, True, lse, lse, g_lp, None, h @ w[:50].t(), 0))

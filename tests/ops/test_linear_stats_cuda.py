@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megappo.ops import dispatch, implementations
 from megappo.ops.cuda import linear_stats as cuda_linear_stats
+from megappo.ops.linear_blocks import LinearLogits
+from megappo.ops.vocab_stats import Upstream
 
 IGNORE = -100
 BF16 = torch.bfloat16
@@ -399,12 +401,12 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
         "inv_temp": 0.7,
         "row_inv_temp": None,
         "ignore_index": IGNORE,
-        "want_entropy": True,
         "kept": None,
         "bf16_logits": False,
+        "invariant": False,
+        "want_entropy": True,
         "keep_logits": False,
         "chunk_tokens": 16,
-        "invariant": False,
     }
     arguments |= changes
     with dispatch.using("reference"):
@@ -413,7 +415,8 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     native = getattr(torch.ops, cuda_on_cpu)
     monkeypatch.setattr(cuda_linear_stats, "native_op", lambda name: lambda *a: calls.append(name) or getattr(native, name)(*a))
     with dispatch.using("reference"):
-        got = cuda_linear_stats.linear_stats(*arguments.values())
+        *given, want_entropy, keep_logits, chunk_tokens = arguments.values()
+        got = cuda_linear_stats.linear_stats(LinearLogits(*given), want_entropy, keep_logits, chunk_tokens)
     assert calls == ["linear_stats_wgmma"] * taken
     assert got[1].shape == want[1].shape and got[1].dtype == want[1].dtype
     # bf16 rounds a logit of 16 by up to 2^-5 when the two sums that are rounded differ in their last bit
@@ -422,12 +425,11 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=atol)
 
     lse, g = want[0][:, 0] + want[0][:, 1].log(), torch.randn(3, 40, generator=torch.Generator().manual_seed(16))
-    named = ("inv_temp", "row_inv_temp", "ignore_index", "kept", "bf16_logits", "invariant")
-    rows = (arguments["hidden"], arguments["weight"][:290], p.target, lse.clamp(min=0), *g)
-    arguments = (*rows, 5, *(arguments[name] for name in named))
+    all_rows = LinearLogits(*given)._replace(weight=arguments["weight"][:290], vocab_start=5)
+    upstream = Upstream(lse.clamp(min=0), *g)
     calls.clear()
     with dispatch.using("reference"):
-        want, got = torch.ops.megappo.linear_dlogits(*arguments), cuda_linear_stats.linear_dlogits(*arguments)
+        want, got = torch.ops.megappo.linear_dlogits(*all_rows, *upstream), cuda_linear_stats.linear_dlogits(all_rows, upstream)
     assert calls == ["linear_dlogits_wgmma"] * taken and got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=2**-7 + rtol, atol=1e-4 + atol)
 

@@ -11,7 +11,7 @@ import torch
 
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.run_sections import RunConfig, TimeoutsConfig
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import RolloutConfig, TrainConfig
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout import generation, vllm_engine
 from megappo.rollout.build import build_rollout
@@ -59,10 +59,8 @@ def test_the_engine_has_the_limits_of_the_run(monkeypatch: pytest.MonkeyPatch) -
     policy: Any = SimpleNamespace(arch=None)
     tokenizer: Any = SimpleNamespace(eos_ids=(2,), decode=str)
     build_rollout(
-        RolloutConfig(),
+        TrainConfig.model_construct(rollout=RolloutConfig(), policy=PolicyConfig(model="model"), run=RunConfig(timeouts=TIMEOUTS)),
         policy,
-        settings=PolicyConfig(model="model"),
-        run=RunConfig(timeouts=TIMEOUTS),
         tokenizer=tokenizer,
         max_sequence_tokens=8 + RolloutConfig().max_response_tokens,
         device=torch.device("cpu"),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megappo.commands.generate.inputs import dtype_of_weights
 from megappo.config.role_sections import ModelConfig, PolicyConfig, RoleConfig
-from megappo.config.run_sections import RunConfig
-from megappo.config.schema import RolloutConfig
+from megappo.config.run_sections import RunConfig, TimeoutsConfig
+from megappo.config.schema import RolloutConfig, TrainConfig
 from megappo.config.vllm_args import temperature_problem
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.token_texts import response_text
@@ -82,22 +82,17 @@ def answer(
         )
     device = select_device("auto")
     start_alone(device)
-    run = RunConfig()
-    policy = engines(ModelConfig(impl="local"), run.timeouts, device).build(
+    policy = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(
         EngineSpec("policy", model, arch, RoleConfig(dtype=dtype))
     )
     assert policy is not None, "alone in its world"
-    config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
-    rollout = build_rollout(
-        config,
-        policy,
-        # Not validated: a path that a configuration would refuse may stand on a command line.
-        settings=PolicyConfig.model_construct(model=model, dtype=dtype),
-        run=run,
-        tokenizer=tokenizer,
-        max_sequence_tokens=longest + max_tokens,
-        device=device,
+    # Not validated: a path that a configuration would refuse may stand on a command line.
+    config = TrainConfig.model_construct(
+        rollout=RolloutConfig(engine=engine, max_response_tokens=max_tokens),
+        policy=PolicyConfig.model_construct(model=model, dtype=dtype),
+        run=RunConfig(),
     )
+    rollout = build_rollout(config, policy, tokenizer=tokenizer, max_sequence_tokens=longest + max_tokens, device=device)
     with input_accepted():
         rollout.push_weights(version=0)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)

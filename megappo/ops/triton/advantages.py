@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.algo.kl import MAX_LOG_RATIO
+from megappo.algo import kl
+from megappo.algo.gae import Lambdas, Rewards, TimeSteps
 from megappo.ops.advantages import KERNEL_ESTIMATORS
 
 BLOCK = 1024  # tokens of a tile
@@ -25,6 +26,7 @@ CUT = tl.constexpr(1)  # an end of a sequence: the map ignores everything to its
 SEEN = tl.constexpr(2)  # has sampled tokens of the sequence at its left edge
 # KIND of `_token`; 1 and up: the reward has minus the KL estimate of that index.
 NO_KL = tl.constexpr(0)
+MAX_LOG_RATIO = tl.constexpr(kl.MAX_LOG_RATIO)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _search_all(cu_seqlens, at, inside, low_sequence, high_sequence):
 
 
 @triton.jit
-def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
+def _kl(log_ratio, KIND: tl.constexpr):
     if KIND == 1:
         return log_ratio
     elif KIND == 2:
@@ -87,20 +89,9 @@ def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
 
 
 @triton.jit
-def _token(
-    logprob,
-    ref_logprob,
-    value,
-    mask,
-    token_reward,
-    steps,
-    at,
-    inside,
-    kl_coef,
-    KIND: tl.constexpr,
-    MAX_LOG_RATIO: tl.constexpr,
-):
+def _token(fields, at, inside, kl_coef, KIND: tl.constexpr):
     """Load (sampled, step, reward, value) of each token; fp64, 0 if it was not sampled, and value 0 if it is no step."""
+    logprob, ref_logprob, _, value, mask, _, _, _, _, token_reward, steps, _, _ = fields
     sampled = tl.load(mask + at, mask=inside, other=0) != 0
     step = sampled
     if steps is not None:
@@ -112,38 +103,18 @@ def _token(
     else:
         taken = tl.load(logprob + at, mask=sampled, other=0.0).to(tl.float64)
         reference = tl.load(ref_logprob + at, mask=sampled, other=0.0).to(tl.float64)
-        r = tl.where(sampled, -(kl_coef * _kl(taken - reference, KIND, MAX_LOG_RATIO)), 0.0)
+        r = tl.where(sampled, -(kl_coef * _kl(taken - reference, KIND)), 0.0)
     if token_reward is not None:
         r += tl.load(token_reward + at, mask=sampled, other=0.0).to(tl.float64)
     return sampled, step, r, v
 
 
 @triton.jit
-def _scan_tile(
-    logprob,
-    ref_logprob,
-    score,
-    value,
-    mask,
-    cu_seqlens,
-    bootstrap,
-    policy_each,
-    critic_each,
-    token_reward,
-    steps,
-    weight,
-    trace,
-    num_tokens,
-    num_sequences,
-    gamma,
-    lam_policy,
-    lam_value,
-    kl_coef,
-    KIND: tl.constexpr,
-    MAX_LOG_RATIO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Scan this program's tile: (a, c, a2, c2, flags) from each slot to its right edge, and the slots' sequences."""
+def _scan_tile(fields, num_tokens, num_sequences, numbers, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Scan this program's tile: (a, c, a2, c2, flags) from each slot to its right edge, and the slots' sequences.
+    fields, numbers: parameters of `_maps` up to trace, and from gamma to kl_coef."""
+    _, _, score, _, _, cu_seqlens, bootstrap, policy_each, critic_each, _, steps, weight, trace = fields
+    gamma, lam_policy, lam_value, kl_coef = numbers
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     inside = at < num_tokens
@@ -152,19 +123,7 @@ def _scan_tile(
         cu_seqlens, at, inside, _search(cu_seqlens, first, num_sequences), _search(cu_seqlens, last, num_sequences)
     )
     of_next = at + 1
-    sampled, step, r, v = _token(
-        logprob,
-        ref_logprob,
-        value,
-        mask,
-        token_reward,
-        steps,
-        of_next,
-        of_next < num_tokens,
-        kl_coef,
-        KIND,
-        MAX_LOG_RATIO,
-    )
+    sampled, step, r, v = _token(fields, of_next, of_next < num_tokens, kl_coef, KIND)
     u, after = r - v, gamma * v
     decay = tl.zeros_like(v) + gamma
     decay2 = decay
@@ -225,35 +184,14 @@ def _maps(
     lam_value: tl.float64,
     kl_coef: tl.float64,
     KIND: tl.constexpr,
-    MAX_LOG_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
-    a, c, a2, c2, flags, _ = _scan_tile(
-        logprob,
-        ref_logprob,
-        score,
-        value,
-        mask,
-        cu_seqlens,
-        bootstrap,
-        policy_each,
-        critic_each,
-        token_reward,
-        steps,
-        weight,
-        trace,
-        num_tokens,
-        num_sequences,
-        gamma,
-        lam_policy,
-        lam_value,
-        kl_coef,
-        KIND,
-        MAX_LOG_RATIO,
-        BLOCK,
-    )
+    batch = (logprob, ref_logprob, score, value, mask, cu_seqlens, bootstrap)
+    fields = batch + (policy_each, critic_each, token_reward, steps, weight, trace)
+    numbers = (gamma, lam_policy, lam_value, kl_coef)
+    a, c, a2, c2, flags, _ = _scan_tile(fields, num_tokens, num_sequences, numbers, KIND, BLOCK)
     tl.store(maps + tile, _first(a, slot))
     tl.store(maps + num_tiles + tile, _first(c, slot))
     tl.store(maps + 2 * num_tiles + tile, _first(a2, slot))
@@ -337,38 +275,17 @@ def _apply(
     lam_value: tl.float64,
     kl_coef: tl.float64,
     KIND: tl.constexpr,
-    MAX_LOG_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    a, c, a2, c2, flags, sequence = _scan_tile(
-        logprob,
-        ref_logprob,
-        score,
-        value,
-        mask,
-        cu_seqlens,
-        bootstrap,
-        policy_each,
-        critic_each,
-        token_reward,
-        steps,
-        weight,
-        trace,
-        num_tokens,
-        num_sequences,
-        gamma,
-        lam_policy,
-        lam_value,
-        kl_coef,
-        KIND,
-        MAX_LOG_RATIO,
-        BLOCK,
-    )
+    batch = (logprob, ref_logprob, score, value, mask, cu_seqlens, bootstrap)
+    fields = batch + (policy_each, critic_each, token_reward, steps, weight, trace)
+    numbers = (gamma, lam_policy, lam_value, kl_coef)
+    a, c, a2, c2, flags, sequence = _scan_tile(fields, num_tokens, num_sequences, numbers, KIND, BLOCK)
     # Slot t of the scan has the map of token t + 1; here each token's own reward and value.
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
-    sampled, step, r, v = _token(logprob, ref_logprob, value, mask, token_reward, steps, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
+    sampled, step, r, v = _token(fields, at, inside, kl_coef, KIND)
     cut = (flags & CUT) != 0
     x = tl.where(cut, c, a * tl.load(entries + tile) + c)
     x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
@@ -403,42 +320,20 @@ def _add(partials, sound, moments, num_tiles, BLOCK: tl.constexpr):
 
 
 def token_advantages(
-    logprob: Tensor,
-    ref_logprob: Tensor | None,
-    score: Tensor,
+    rewards: Rewards,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
     bootstrap: Tensor | None,
-    gamma: float,
-    lam_policy: float,
-    lam_value: float,
-    lam_policy_each: Tensor | None,
-    lam_value_each: Tensor | None,
-    kl_estimator: str,
-    kl_coef: float,
-    token_reward: Tensor | None,
-    steps: Tensor | None,
-    weight: Tensor | None,
-    trace: Tensor | None,
+    lambdas: Lambdas,
+    times: TimeSteps,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
+    logprob, ref_logprob, score, token_reward, kl_estimator, kl_coef = rewards
+    gamma, lam_policy, lam_value, *lambdas_each = lambdas
     # In the order of the kernels' parameters.
-    given = (
-        logprob,
-        ref_logprob,
-        score,
-        value,
-        response_mask,
-        cu_seqlens,
-        bootstrap,
-        lam_policy_each,
-        lam_value_each,
-        token_reward,
-        steps,
-        weight,
-        trace,
-    )
+    batch = logprob, ref_logprob, score, value, response_mask, cu_seqlens, bootstrap
+    given = (*batch, *lambdas_each, token_reward, *times)
     fields = [x if x is None else x.contiguous() for x in given]
     num_tokens, num_sequences = value.numel(), cu_seqlens.numel() - 1
 
@@ -453,7 +348,7 @@ def token_advantages(
     flags, faults, seen, sound = empty(4, tiles, dtype=torch.int32)
     numbers = gamma, lam_policy, lam_value, kl_coef
     kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KERNEL_ESTIMATORS.index(kl_estimator) + 1
-    constants: dict[str, Any] = {"KIND": kind, "MAX_LOG_RATIO": MAX_LOG_RATIO, "BLOCK": BLOCK}
+    constants: dict[str, Any] = {"KIND": kind, "BLOCK": BLOCK}
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
     _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
     _apply[(tiles,)](

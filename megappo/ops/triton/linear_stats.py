@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megappo.ops.implementations import interpreted
-from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
+from megappo.ops.linear_blocks import LinearLogits, merge_blocks
 from megappo.ops.linear_stats import stats_in_blocks
 
 # Half types from Hopper on: 128 accumulators for each of 256 threads, and four stages of 48 KB. Before it mma.sync needs
@@ -105,28 +105,11 @@ def _linear_stats(
     tl.store(at + 3, tl.where(counts, z, NOTHING), mask=in_rows)
 
 
-def linear_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    want_entropy: bool,
-    kept: Tensor | None,
-    bf16_logits: bool,
-    keep_logits: bool,
-    chunk_tokens: int,
-    invariant: bool,
-) -> tuple[Tensor, Tensor]:
+def linear_stats(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     """See `megappo.ops.linear_stats.linear_stats`. Beside its result the kernel holds 16 bytes for each token and split."""
+    hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, *modes = problem
     num_tokens, hidden_size = hidden.shape
-    if kept is not None or bf16_logits or keep_logits or invariant or num_tokens == 0 or num_valid == 0:
-        problem = LinearLogits(
-            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
-        )
+    if modes != [None, False, False] or keep_logits or num_tokens == 0 or num_valid == 0:
         return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
     tile = _tile(hidden)
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
@@ -155,7 +138,7 @@ def linear_stats(
         WIDEN=interpreted(),  # the interpreter multiplies the bits of bf16 as integers
         **tile,
     )
-    return merge_blocks(partial), hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
+    return merge_blocks(partial), hidden.new_empty((0, 0), dtype=problem.dtype)
 
 
 def _tile(hidden: Tensor) -> dict[str, int]:

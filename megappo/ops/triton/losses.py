@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.algo.kl import MAX_LOG_RATIO
+from megappo.algo import kl
 from megappo.algo.losses import POLICY_SUMS, VALUE_SUMS
 
 BLOCK = 1024  # tokens of a program
 INFINITY = float("inf")  # a dual clip that bounds nothing
+MAX_LOG_RATIO = tl.constexpr(kl.MAX_LOG_RATIO)
 
 
 @triton.jit
@@ -47,7 +48,6 @@ def _policy_loss(
     low,
     high,
     dual,
-    MAX_LOG_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ def _policy_loss(
 
 
 @triton.jit
-def _value_loss(value, old_value, returns, weight, gradient, partials, num_tokens, clip, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
+def _value_loss(value, old_value, returns, weight, gradient, partials, num_tokens, clip, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _value_loss(value, old_value, returns, weight, gradient, partials, num_token
     error = new - target
     squared = error * error
     cut = squared < 0.0  # all false
-    if CLIPS:
+    if clip is not None:
         old = _load(old_value, at, inside, valid)
         moved = new - old
         # A NaN in the old value would lose every comparison and disappear.
@@ -168,7 +168,6 @@ def policy_loss(
             1.0 - clip_low,
             1.0 + clip_high,
             INFINITY if dual_clip is None else dual_clip,
-            MAX_LOG_RATIO=MAX_LOG_RATIO,
             BLOCK=BLOCK,
         )
     return out.total()
@@ -185,8 +184,7 @@ def value_loss(
             out.gradient,
             out.partials,
             out.num_tokens,
-            clip or 0.0,
-            CLIPS=clip is not None,
+            clip,
             BLOCK=BLOCK,
         )
     return out.total()

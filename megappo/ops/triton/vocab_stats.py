@@ -307,10 +307,7 @@ def _backward_into(
 def vocab_logits_backward(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -318,7 +315,7 @@ def vocab_logits_backward(
     ignore_index: int,
 ) -> Tensor:
     """See `megappo.ops.vocab_stats.vocab_logits_backward`."""
-    out, upstream = logits.new_empty(logits.shape), Upstream(lse, entropy, g_logprob, g_entropy)
+    out = logits.new_empty(logits.shape)
     _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
     return out
 
@@ -326,10 +323,7 @@ def vocab_logits_backward(
 def vocab_logits_backward_(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -338,17 +332,13 @@ def vocab_logits_backward_(
 ) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_`."""
     check_overwritable(logits)
-    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
     _backward_into(logits, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
 
 
 def vocab_logits_backward_into(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
@@ -358,5 +348,4 @@ def vocab_logits_backward_into(
 ) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_into`."""
     check_out(logits, out)
-    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
     _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)

@@ -272,8 +272,8 @@ def statistics_in_steps(*arguments: Any) -> tuple[Tensor, Tensor]:
     from megappo.ops.linear_blocks import LinearLogits
     from megappo.ops.linear_stats import stats_in_blocks
 
-    *given, want_entropy, kept, bf16_logits, keep_logits, chunk_tokens, invariant = arguments
-    return stats_in_blocks(LinearLogits(*given, kept, bf16_logits, invariant), want_entropy, keep_logits, chunk_tokens)
+    *given, want_entropy, keep_logits, chunk_tokens = arguments
+    return stats_in_blocks(LinearLogits(*given), want_entropy, keep_logits, chunk_tokens)
 
 
 def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
