@@ -43,7 +43,7 @@ def train_rank(args: argparse.Namespace, kind: str | None) -> int:
     keep_freed_memory()
     freeze_imports()
     replay = None if args.replay is None else Path(args.replay)
-    train(prepared.config, prepared.data, resume=args.resume, stop=stop, replay=replay)
+    train(config, prepared.data, resume=args.resume, stop=stop, replay=replay)
     leave_world()
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE

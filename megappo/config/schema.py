@@ -165,9 +165,6 @@ class DataConfig(Section):
     """Choice of prompts by their pass rates so far (docs/algorithms.md)."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step, before `rollout.samples_per_prompt`."""
-    fit_batch: bool = False
-    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, instead of refusing
-    the run."""
     eval_prompts: Positive | None = None
     """Number of held-out prompts, from the first; null means all."""
 

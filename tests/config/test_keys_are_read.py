@@ -18,7 +18,6 @@ READ_THROUGH = {
     "allow_hosts": "checks.check_config, which refuses the run: that is all it is for",
     "max_staleness": "config.schema.RolloutConfig.oldest_weights",
     "checkpoint_role": "prepare.critic_source.critic_source",
-    "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
     "whiten_advantages": "config.schema.AlgorithmConfig.whitens",
     "count_rejected": "config.schema.AlgorithmConfig.drops_rejected",
     "proximal": "config.schema.AlgorithmConfig.old_logprob",

@@ -74,8 +74,8 @@ def run_all(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
         gc.freeze()
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
-        prepared = prepare_run(load_run(str(path), []), 2, "cpu", resume=resume)
-        train(prepared.config, prepared.data, resume=resume)
+        config = load_run(str(path), [])
+        train(config, prepare_run(config, 2, "cpu", resume=resume).data, resume=resume)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import EvaluationData
 from megappo.trainer.prepare.layouts import check_values
-from megappo.trainer.prepare.run import AnyData, fit_if_asked, load_data
+from megappo.trainer.prepare.run import AnyData, load_data
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,20 @@ def plan_run(
     shapes_only: bool = False,
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake. `plan.config` of the result is
-    what runs, whose batches may have been fitted (`data.fit_batch`), or the like of it (`config.supervised_step`).
+    what runs, or the like of it (`config.supervised_step`).
     device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
     shapes_only, tokenizer and data may be missing too."""
-    config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     is_supervised = isinstance(config, SupervisedConfig)
     if isinstance(config, SupervisedConfig):
-        planned, fitted = planned_step(config), (*fitted, *head_notes(config))
+        planned, of_head = planned_step(config), head_notes(config)
         archs, layouts = as_planned(config, checked.archs), as_planned(config, checked.layouts)
     else:
-        planned, archs, layouts = config, checked.archs, checked.layouts
+        planned, archs, layouts, of_head = config, checked.archs, checked.layouts, ()
     where = (archs, layouts, world_size, device, device_memory)
     plan = make_plan(planned, *where, is_supervised=is_supervised)
     notes = (
-        *fitted,
+        *of_head,
         *checked.notes,
         *map(partial(own_keys, config) if isinstance(config, SupervisedConfig) else str, _idle_notes(plan)),
     )
@@ -73,7 +72,7 @@ def plan_run(
         only = "only shapes were looked at: tensors, tokenizer and data are unchecked and may be missing"
         return PlannedRun(plan, None, (*notes, only))
     check_values(config, checked.archs)
-    data = load_data(config, checked.archs, train)
+    data = load_data(config, checked.archs)
     if isinstance(data, EvaluationData) and data.images is not None:  # now as many and as large as they are
         plan = make_plan(planned, *where, is_supervised=is_supervised, shown=shown_in_data(planned, data.images))
     return PlannedRun(plan, data, (*notes, *data.notes))

@@ -65,10 +65,6 @@ def make_search(run: AnyConfig, args: argparse.Namespace) -> Search:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
     _check_gpus(gpus, hardware)
     require_whole_steps(config, "tune")
-    if config.data.fit_batch:
-        # Every layout would train on its own batch, and the smallest batch would win.
-        fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"
-        raise ConfigError(problem("data.fit_batch", True, fix))
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_ranks": gpus})})
     if args.placements:
         _check_placements(config)

@@ -99,9 +99,7 @@ def _wandb_setting(name: str) -> str | None:
 def check_inputs(config: AnyConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
     """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
     resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads no `data.train` and no unused reward."""
-    # With data.fit_batch the batch sizes are known only once the data is read.
-    if isinstance(config, SupervisedConfig) or not config.data.fit_batch:
-        refuse(list(live_key_problems(config)), config, explicit_keys(config))
+    refuse(list(live_key_problems(config)), config, explicit_keys(config))
     check_names(config, need_packages=not shapes_only)
     profile_of(config.telemetry.hardware, None)  # raises if there is none of this name
     archs = read_archs(config)

@@ -171,8 +171,8 @@ class RunData(EvaluationData):
         return next((one.prompts for one in self.evaluations if one.name == DEFAULT), None)
 
 
-def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
-    """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if already loaded.
+def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
+    """Load tokenizer and prompts of this configuration.
     ValueError, one line: missing or unreadable files; records without a needed key; no prompt left after the filter, or fewer than
     a step takes; invalid weights; token ids that the model lacks, or that critic, reference or teacher number otherwise; a warm-up
     longer than the run; a reward rule that can read no answer; code of a reward or environment that cannot be loaded; a field that
@@ -182,8 +182,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     tokenizer, cache = checked_tokenizer(config, policy), open_cache(config.run)
     notes = [*check_vocabularies(config, tokenizer), *turn_notes(config, tokenizer)]
     images = images_of_run(config, cache)
-    if train is None:
-        train = load_prompts(config.data, config.data.train, tokenizer, cache, images=images)
+    train = load_prompts(config.data, config.data.train, tokenizer, cache, images=images)
     evaluations = load_evaluations(config, tokenizer, cache, images)
     environment = load_environment(config, tokenizer)
     notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
@@ -302,11 +301,6 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
         return PromptLoader(len(train), data.prompts_per_step, **order)
     ahead = {"staleness": staleness, "n": config.rollout.samples_per_prompt}
     return AheadLoader(len(train), data.prompts_per_step, **ahead, **order)
-
-
-def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
-    """Load only the prompts of `data.train`. ValueError as `load_run_data`."""
-    return load_prompts(config.data, config.data.train, tokenizer_of(config), cache, images=images_of_run(config, cache))
 
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:

@@ -148,7 +148,6 @@ MISTAKES = [
         ["--gpu", "h100", "--roles", "critic", "policy.engine=fsdp2", "policy.parallel.layers_per_stage=[]"],
         "policy.parallel.pp = 2: policy.engine is fsdp2",
     ),
-    (["--gpu", "h100", "data.fit_batch=true"], "data.fit_batch = true: tune compares layouts at one batch; write the sizes"),
     (["--gpu", "h100", "--placements", "critic.ranks=0-7"], 'critic.ranks = "0-7": --placements would choose others'),
     (["--gpu", "h100", "rollout.ranks=8-16"], 'rollout.ranks = "8-16": 8-16 is outside the world, which has ranks 0-15'),
     (["--gpu", "h100", "critic.ranks=0-7", "policy.ranks=8-9"], "critic.ranks=0-7"),
