@@ -6,7 +6,7 @@ import gzip
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -287,15 +287,16 @@ def role_models(config: AnyConfig, placements: Mapping[str, Placement], device: 
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
         section: RoleConfig = section_of(config, role)
-        recompute = section.recomputed if isinstance(section, TrainableConfig) else "none"
-        peak = peak_tflops(config.telemetry, device, section.dtype)
+        recompute, frozen, tower_trains = "none", False, False
         spec = spec_of_role(config, role, None)
-        frozen = isinstance(section, TrainableConfig) and section.lora is not None
-        models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks, frozen)
-        if (vision := spec.arch.vision) is not None and isinstance(section, TrainableConfig):
-            still = frozen_of(section, spec.arch, value_head=spec.value_head is not None)
-            trains = not still.issuperset(name for name, _ in vision.tensors)
-            models[role] = replace(models[role], tower_trains=trains and not frozen)
+        has_head = spec.value_head is not None
+        if isinstance(section, TrainableConfig):
+            recompute, frozen = section.recomputed, section.lora is not None
+            if (vision := spec.arch.vision) is not None and not frozen:
+                still = frozen_of(section, spec.arch, value_head=has_head)
+                tower_trains = not still.issuperset(name for name, _ in vision.tensors)
+        peak = peak_tflops(config.telemetry, device, section.dtype)
+        models[role] = RoleModel(spec.arch, has_head, recompute, peak, placement.ranks, frozen, tower_trains)
     if reference_is_base(config):
         models["reference"] = models[config.learner]  # its pass is one more of the same model
     return models

@@ -16,7 +16,7 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, PassResult, StepResult
 from megappo.engine.losses import LossOutput
 from megappo.parallel.consensus import told_by
-from megappo.parallel.totals import place_in_world
+from megappo.parallel.totals import place_in_world, total
 from megappo.telemetry.metrics import Metric, of_kind
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
@@ -167,7 +167,7 @@ class Supervised(StepLoop):
         """Return the tower's FLOPs (`tower_work`) of all examples, added up; None without images. Collective over the world with
         images."""
         mine = self.instruments.shown(self.config.learner, share.batch)
-        return None if mine is None else mine.new_tensor([[share.total(float(one)) for one in mine.sum(0)]])
+        return None if mine is None else total(mine.sum(0, keepdim=True) * share.reports)
 
     # -------------------------------------------------------------------------------------------------------- evaluation
 

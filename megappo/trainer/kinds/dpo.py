@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
 
+from megappo.algo import preferences
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.preferences import (
-    in_order,
-    ipo_loss,
-    kto_loss,
-    odds_ratio_loss,
-    pairs_of,
-    response_sums,
-    sequence_logprobs,
-    sigmoid_loss,
-)
 from megappo.config.supervised import DpoConfig, IpoLossConfig, KtoLossConfig, OrpoLossConfig, SimpoLossConfig
 from megappo.data.examples import Examples
 from megappo.data.packing import PackedBatch
-from megappo.data.preferences import PreferenceSet, num_preferences
+from megappo.data.preferences import num_preferences
 from megappo.engine.losses import LanguageOutput, LossOutput
-from megappo.parallel.consensus import on_rank_zero
 from megappo.telemetry.metrics import Metric, figures
 from megappo.trainer.kinds.kind import Drawn, Kind, Share
-from megappo.trainer.kinds.reference import KeptReference, logprobs_of, mismatched_logprobs, weights_of
-from megappo.trainer.roles import LanguageModel
+from megappo.trainer.kinds.reference import KeptReference, logprobs_of, mismatched_logprobs
 
 
 class Dpo(Kind[DpoConfig]):
@@ -41,18 +29,8 @@ class Dpo(Kind[DpoConfig]):
     def begin(self, sets: Iterable[Examples], note: Callable[[str], None]) -> None:
         """Compute the reference's log-probs of these examples, unless they are kept, while the policy has its first weights."""
         config = self.config
-        if not config.reads_reference or config.reference.every_step:
-            return
-        by = "reference" if "reference" in self.roles.shares else "policy"
-        section = config.reference if "reference" in self.roles.placements else config.policy
-        model = config.reference.model or config.policy.model
-        weights = on_rank_zero("hashing the reference", lambda: weights_of(model))
-        role = cast("LanguageModel | None", self.roles.by_name.get(by))
-        self._kept = KeptReference({"weights": weights, "dtype": section.dtype, "engine": section.engine})
-        for examples in sets:
-            assert isinstance(examples, PreferenceSet)
-            size = config.trainer.batch_size
-            note(self._kept.prepare(examples, role, self.roles.shares[by], size))
+        if config.reads_reference and not config.reference.every_step:
+            self._kept = KeptReference.of_run(config, self.roles, sets, note)
 
     def prepared(self, share: Share, drawn: Drawn) -> PackedBatch:
         loss, batch, count = self.config.loss, share.batch, len(drawn.numbers)
@@ -86,7 +64,7 @@ class Dpo(Kind[DpoConfig]):
     def loss(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
         settings, mask = self.config.loss, micro["response_mask"]
         tokens, _ = self.role.token_logprobs(output, micro, want_entropy=False)
-        logprob = sequence_logprobs(tokens, mask, micro.cu_seqlens, mean=settings.logprob == "mean")
+        logprob = preferences.sequence_logprobs(tokens, mask, micro.cu_seqlens, mean=settings.logprob == "mean")
         ratio = logprob - micro["ref_logprob"]
         summed, sums = self._labelled(ratio, micro) if isinstance(settings, KtoLossConfig) else self._paired(ratio)
         sums["loss_sum"] = summed
@@ -96,29 +74,29 @@ class Dpo(Kind[DpoConfig]):
         return LossOutput(loss_sum=summed.to(tokens.dtype), sums=sums)
 
     def _paired(self, ratio: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        settings, (chosen, rejected) = self.config.loss, pairs_of(ratio)
+        settings, (chosen, rejected) = self.config.loss, preferences.pairs_of(ratio)
         if isinstance(settings, OrpoLossConfig):
-            losses = settings.beta * odds_ratio_loss(chosen, rejected)
+            losses = settings.beta * preferences.odds_ratio_loss(chosen, rejected)
         elif isinstance(settings, IpoLossConfig):
-            losses = ipo_loss(chosen - rejected, settings.beta)
+            losses = preferences.ipo_loss(chosen - rejected, settings.beta)
         else:
             assert not isinstance(settings, KtoLossConfig), "not of pairs"
             target = settings.gamma if isinstance(settings, SimpoLossConfig) else 0.0
-            losses = sigmoid_loss(chosen - rejected, settings.beta, settings.label_smoothing, target)
-        return losses.sum(), response_sums(settings.beta * chosen, settings.beta * rejected)
+            losses = preferences.sigmoid_loss(chosen - rejected, settings.beta, settings.label_smoothing, target)
+        return losses.sum(), preferences.response_sums(settings.beta * chosen, settings.beta * rejected)
 
     def _labelled(self, ratio: Tensor, micro: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         settings, label, kl = self.config.loss, micro["label"], micro["kl"]
         assert isinstance(settings, KtoLossConfig)
         weight = torch.where(label > 0, settings.desirable_weight, settings.undesirable_weight)
-        losses = weight * kto_loss(ratio, label, kl, settings.beta)
+        losses = weight * preferences.kto_loss(ratio, label, kl, settings.beta)
         reward, good, bad = settings.beta * ratio.detach(), (label > 0).double(), (label < 0).double()
         return losses.sum(), {
             "chosen_sum": (good * reward).sum(),
             "rejected_sum": (bad * reward).sum(),
             "chosen_count_sum": good.sum(),
             "rejected_count_sum": bad.sum(),
-            "accuracy_sum": torch.where(label == 0, 0.0, in_order(label * (ratio.detach() - kl))).sum(),
+            "accuracy_sum": torch.where(label == 0, 0.0, preferences.in_order(label * (ratio.detach() - kl))).sum(),
             "kl_sum": kl.sum(),
         }
 

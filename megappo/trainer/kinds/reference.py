@@ -4,10 +4,10 @@ each batch by a model beside the policy."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.preferences import sequence_logprobs
+from megappo.config.supervised import DpoConfig
 from megappo.data.cache import Cache, content_of, signature
+from megappo.data.examples import Examples
 from megappo.data.packing import PackedBatch
 from megappo.data.preferences import Labelled, PreferenceSet
 from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.shares import Shares
+from megappo.trainer.build_roles import Roles
 from megappo.trainer.kinds.kind import Drawn, Share
 from megappo.trainer.roles import LanguageModel
 
@@ -62,6 +65,21 @@ class KeptReference:
 
     identity: Mapping[str, Any]
     tables: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, config: DpoConfig, roles: Roles, sets: Iterable[Examples], note: Callable[[str], None]) -> KeptReference:
+        """Prepare the tables of all these examples by the reference, or by the policy with its first weights if it is the
+        reference. Collective over the world."""
+        by = "reference" if "reference" in roles.shares else "policy"
+        section = config.reference if "reference" in roles.placements else config.policy
+        model = config.reference.model or config.policy.model
+        weights = on_rank_zero("hashing the reference", lambda: weights_of(model))
+        role = cast("LanguageModel | None", roles.by_name.get(by))
+        kept = cls({"weights": weights, "dtype": section.dtype, "engine": section.engine})
+        for examples in sets:
+            assert isinstance(examples, PreferenceSet)
+            note(kept.prepare(examples, role, roles.shares[by], config.trainer.batch_size))
+        return kept
 
     def prepare(self, examples: PreferenceSet, model: LanguageModel | None, shares: Shares, batch_size: int) -> str:
         """Read the table of these examples from the cache of prepared data, or make and keep it; return a line about it. Collective

@@ -187,9 +187,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     environment = load_environment(config, tokenizer)
     notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
-    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
-    for message in step_problems(config, total_steps):
-        raise ConfigError(message)
+    total_steps = steps_of(config, loader)
     notes += _notes(config, reward_parts, train, evaluations, cache)
     scored = _scored_texts(config, train, evaluations, cache)
     return RunData(
@@ -301,6 +299,14 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
         return PromptLoader(len(train), data.prompts_per_step, **order)
     ahead = {"staleness": staleness, "n": config.rollout.samples_per_prompt}
     return AheadLoader(len(train), data.prompts_per_step, **ahead, **order)
+
+
+def steps_of(config: AnyConfig, loader: PromptLoader) -> int:
+    """Count the steps of a run. ConfigError for a schedule that is longer."""
+    steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
+    for message in step_problems(config, steps):
+        raise ConfigError(message)
+    return steps
 
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.supervised import DpoConfig, PairDataConfig, RewardTrainingConfig, SftConfig, SupervisedConfig
 from megappo.config.supervised_step import sampling_config
@@ -21,7 +20,7 @@ from megappo.data.texts import DemonstrationRules, DemonstrationSet, demonstrati
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
 from megappo.telemetry.tables import figures
-from megappo.trainer.prepare.data import EvaluationData, check_vocabularies, checked_tokenizer, load_sets
+from megappo.trainer.prepare.data import EvaluationData, check_vocabularies, checked_tokenizer, load_sets, steps_of
 from megappo.trainer.prepare.images import image_notes, images_of_run
 from megappo.trainer.prepare.reward_model import pad_id_of
 
@@ -108,9 +107,6 @@ def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch
             raise ConfigError(f"{f'evaluations.{name}' if name else 'data.eval'}: {error}") from error
     answered = _answered(config, tokenizer, cache, images)
     loader = PromptLoader(len(train), size, shuffle=config.data.shuffle, seed=config.run.seed, cache=cache)
-    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
-    for message in step_problems(config, total_steps):
-        raise ConfigError(message)
     return SupervisedData(
         tokenizer=tokenizer,
         evaluations=answered.evaluations,
@@ -120,7 +116,7 @@ def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch
         train=train,
         held_out=held_out,
         loader=loader,
-        total_steps=total_steps,
+        total_steps=steps_of(config, loader),
     )
 
 
