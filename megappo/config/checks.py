@@ -9,69 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from megappo.config.algorithm_checks import (
-    adaptive_kl_problem,
-    critic_mini_batch_problem,
-    critics_problem,
-    distillation_problem,
-    dynamic_sampling_problem,
-    group_problem,
-    importance_sampling_problem,
-    mini_batch_problem,
-    sequence_loss_problem,
-    vtrace_problem,
-)
+from megappo.config import algorithm_checks, reward_checks, role_checks, rollout_checks
+from megappo.config.batch import step_arithmetic
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigErrors, problem, show
 from megappo.config.evaluations import evaluation_problem, generated_problem, held_out_problem
 from megappo.config.keys import value_at, value_keys
 from megappo.config.layout_checks import role_sections, world_problems
-from megappo.config.reward_checks import (
-    evaluation_reward_problem,
-    length_penalty_problem,
-    reward_model_problem,
-    training_reward_problem,
-)
-from megappo.config.role_checks import (
-    average_problem,
-    conversation_problem,
-    critic_head_problem,
-    critic_lr_warmup_problem,
-    critic_trajectories_problem,
-    critic_warmup_problem,
-    freeze_problems,
-    learner_lr_warmup_problem,
-    lonely_offload_problem,
-    policy_lr_warmup_problem,
-    refresh_problem,
-    text_teacher_problem,
-    ties_problem,
-    value_bins_problem,
-)
 from megappo.config.role_sections import key_of_role
-from megappo.config.rollout_checks import (
-    adapter_problem,
-    environment_problem,
-    greedy_problem,
-    logits_problem,
-    partial_rollout_problem,
-    push_problem,
-    push_steps_problem,
-    replay_problem,
-    seed_problem,
-    staleness_problem,
-    stop_problem,
-    top_k_ids_problem,
-    top_k_problem,
-)
-from megappo.config.run_checks import (
-    profile_problem,
-    timeout_problems,
-    tracker_names_problem,
-    trajectory_problem,
-    weight_problem,
-)
+from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
 from megappo.config.supervised import AnyConfig, SupervisedConfig
 from megappo.config.supervised_step import sampling_config
@@ -80,44 +27,93 @@ from megappo.config.vllm_args import vllm_args_problem, vllm_temperature_problem
 Device = Literal["cpu", "cuda"]
 TrainRule = Callable[[TrainConfig], str | None]
 
+
+def timeout_problems(run: RunConfig) -> Iterator[str]:
+    """Yield problems of timeouts that would end a healthy run."""
+    limits = run.timeouts
+    # The first passes are the slowest (start_s); a rank that waits on the host may wait for a whole pass of another (meeting_s).
+    for name, value in (("start_s", limits.start_s), ("meeting_s", limits.meeting_s)):
+        if value < limits.pass_s:
+            yield problem(
+                f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s"
+            )
+    # A waiting rank still sends heartbeats: the watchdog must catch a dead one before the meeting times out.
+    if limits.heartbeat_s >= limits.meeting_s:
+        fix = f"is not below run.timeouts.meeting_s = {limits.meeting_s:g}; lower it, or raise meeting_s"
+        yield problem("run.timeouts.heartbeat_s", limits.heartbeat_s, fix)
+
+
+def weight_problem(config: TrainConfig) -> str | None:
+    data = config.data
+    if data.weight_key is not None and not data.shuffle:
+        fix = "weights draw at random, and the prompts come in the order of the data; set data.shuffle to true, or remove it"
+        return problem("data.weight_key", data.weight_key, fix)
+    return None
+
+
+def trajectory_problem(config: TrainConfig) -> str | None:
+    wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
+    # The default may exceed a small batch; only a written number is a mistake.
+    explicit = "trajectories_per_step" in config.telemetry.model_fields_set
+    if explicit and config.telemetry.trajectories_every and wanted > samples:
+        return problem("telemetry.trajectories_per_step", wanted, f"a step has {samples} samples; lower it")
+    return None
+
+
+def tracker_names_problem(config: AnyConfig) -> str | None:
+    named = config.telemetry.trackers
+    twice = sorted({name for name in named if named.count(name) > 1})
+    return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None
+
+
+def profile_problem(config: AnyConfig) -> str | None:
+    """Refuse profiled steps that are named twice or come after the end, if `trainer.steps` is set."""
+    asked, steps = config.telemetry.profile_steps, config.trainer.steps
+    if len(set(asked)) < len(asked):
+        return problem("telemetry.profile_steps", list(asked), "names a step twice; once is enough")
+    if steps is not None and asked and max(asked) > steps:
+        return problem("telemetry.profile_steps", list(asked), f"the run ends with step {steps}; name earlier ones")
+    return None
+
+
 TRAIN_RULES: tuple[TrainRule, ...] = (
-    mini_batch_problem,
-    critics_problem,
-    critic_mini_batch_problem,
-    group_problem,
-    distillation_problem,
-    sequence_loss_problem,
-    value_bins_problem,
-    importance_sampling_problem,
-    push_steps_problem,
-    push_problem,
-    average_problem,
-    vtrace_problem,
-    refresh_problem,
-    dynamic_sampling_problem,
-    environment_problem,
-    partial_rollout_problem,
-    staleness_problem,
-    greedy_problem,
-    top_k_problem,
-    top_k_ids_problem,
-    replay_problem,
-    logits_problem,
-    adapter_problem,
-    seed_problem,
-    stop_problem,
+    algorithm_checks.mini_batch_problem,
+    algorithm_checks.critics_problem,
+    algorithm_checks.critic_mini_batch_problem,
+    algorithm_checks.group_problem,
+    algorithm_checks.distillation_problem,
+    algorithm_checks.sequence_loss_problem,
+    role_checks.value_bins_problem,
+    algorithm_checks.importance_sampling_problem,
+    rollout_checks.push_steps_problem,
+    rollout_checks.push_problem,
+    role_checks.average_problem,
+    algorithm_checks.vtrace_problem,
+    role_checks.refresh_problem,
+    algorithm_checks.dynamic_sampling_problem,
+    rollout_checks.environment_problem,
+    rollout_checks.partial_rollout_problem,
+    rollout_checks.staleness_problem,
+    rollout_checks.greedy_problem,
+    rollout_checks.top_k_problem,
+    rollout_checks.top_k_ids_problem,
+    rollout_checks.replay_problem,
+    rollout_checks.logits_problem,
+    rollout_checks.adapter_problem,
+    rollout_checks.seed_problem,
+    rollout_checks.stop_problem,
     vllm_args_problem,
     vllm_temperature_problem,
-    adaptive_kl_problem,
-    critic_head_problem,
-    critic_warmup_problem,
-    critic_trajectories_problem,
-    policy_lr_warmup_problem,
-    critic_lr_warmup_problem,
-    training_reward_problem,
-    reward_model_problem,
-    length_penalty_problem,
-    evaluation_reward_problem,
+    algorithm_checks.adaptive_kl_problem,
+    role_checks.critic_head_problem,
+    role_checks.critic_warmup_problem,
+    role_checks.critic_trajectories_problem,
+    role_checks.policy_lr_warmup_problem,
+    role_checks.critic_lr_warmup_problem,
+    reward_checks.training_reward_problem,
+    reward_checks.reward_model_problem,
+    reward_checks.length_penalty_problem,
+    reward_checks.evaluation_reward_problem,
     weight_problem,
     trajectory_problem,
     tracker_names_problem,
@@ -125,31 +121,31 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     evaluation_problem,
 )
 SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], str | None], ...] = (
-    learner_lr_warmup_problem,
-    lonely_offload_problem,
-    conversation_problem,
+    role_checks.learner_lr_warmup_problem,
+    role_checks.lonely_offload_problem,
+    role_checks.conversation_problem,
     tracker_names_problem,
     profile_problem,
     generated_problem,
     held_out_problem,
-    ties_problem,
-    text_teacher_problem,
+    role_checks.ties_problem,
+    role_checks.text_teacher_problem,
 )
 # Rules for the answers that a supervised run generates, of the PPO run that would sample them so (`step_like`).
 GENERATED_RULES: tuple[TrainRule, ...] = (
-    adapter_problem,
-    seed_problem,
-    stop_problem,
+    rollout_checks.adapter_problem,
+    rollout_checks.seed_problem,
+    rollout_checks.stop_problem,
     vllm_args_problem,
-    training_reward_problem,
-    length_penalty_problem,
+    reward_checks.training_reward_problem,
+    reward_checks.length_penalty_problem,
 )
 # Rules about the number of steps.
 LENGTH_RULES: tuple[TrainRule, ...] = (
-    critic_warmup_problem,
-    policy_lr_warmup_problem,
-    critic_lr_warmup_problem,
-    push_steps_problem,
+    role_checks.critic_warmup_problem,
+    role_checks.policy_lr_warmup_problem,
+    role_checks.critic_lr_warmup_problem,
+    rollout_checks.push_steps_problem,
     profile_problem,
 )
 
@@ -182,7 +178,7 @@ def live_key_problems(config: AnyConfig) -> Iterator[str]:
     """Yield the problems of keys that act, whatever the world size."""
     yield from timeout_problems(config.run)
     yield from engine_problems(config)
-    yield from freeze_problems(config)
+    yield from role_checks.freeze_problems(config)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:
@@ -198,7 +194,7 @@ def step_problems(config: AnyConfig, total_steps: int) -> Iterator[str]:
     if isinstance(counted, TrainConfig):
         found = (rule(counted) for rule in LENGTH_RULES)
     else:
-        found = (rule(counted) for rule in (learner_lr_warmup_problem, profile_problem))
+        found = (rule(counted) for rule in (role_checks.learner_lr_warmup_problem, profile_problem))
     yield from (message for message in found if message is not None)
 
 
