@@ -34,7 +34,7 @@ DIFFERENT = "the ranks computed different weight transfer plans: "
 
 
 class WeightSource(Protocol):
-    """What the bridge needs of a policy; every `engine.base.Engine` has it."""
+    """Policy as the bridge sees it; every `engine.base.Engine` has it."""
 
     @property
     def arch(self) -> ModelArch: ...
@@ -65,7 +65,7 @@ class OtherWeights:
 
 
 class BridgedEngine(Protocol):
-    """What the bridge needs of a rollout engine."""
+    """Rollout engine as the bridge sees it."""
 
     @property
     def receiver(self) -> WeightReceiver: ...

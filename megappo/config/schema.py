@@ -189,7 +189,7 @@ class AdaptiveKLConfig(Section):
 
 
 class RewardKLConfig(Section):
-    """In the reward of every token."""
+    """KL in the reward of every token."""
 
     placement: Literal["reward"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -258,7 +258,7 @@ class GSPOLossConfig(RatioLossConfig):
 
     type: Literal["gspo"] = "gspo"
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """As of ppo."""
+    """Same as `dual_clip` of ppo."""
     sequence_advantages: bool = False
     """Give every token the mean advantage of its response, as GSPO's objective has it; false is GSPO-token (eq. 13)."""
 
@@ -304,7 +304,7 @@ class MISConfig(Section):
 
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence", "geometric"] = "token"
-    """As of tis."""
+    """Same as `level` of tis."""
     high: PositiveFloat = 2.0
     """Upper bound of the ratio."""
     count_rejected: bool = True
@@ -317,13 +317,13 @@ class IcePopConfig(Section):
 
     type: Literal["icepop"] = "icepop"
     level: Literal["token", "sequence", "geometric"] = "token"
-    """As of tis."""
+    """Same as `level` of tis."""
     low: PositiveFloat
     """Lower bound of the ratio; the paper has 0.5."""
     high: PositiveFloat = 2.0
     """Upper bound; the paper has 5."""
     count_rejected: bool = True
-    """As of mis."""
+    """Same as `count_rejected` of mis."""
 
 
 ImportanceSamplingConfig = NoImportanceSamplingConfig | TISConfig | MISConfig | IcePopConfig

@@ -52,8 +52,8 @@ class AheadLoader(PromptLoader):
         return {**super().state_dict(), "ahead": {"n": self.n, "rows": rows}, "ledger": ledger}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `PromptLoader.load_state_dict`; the numbers of prompts and samples may change only while nothing is in flight, and
-        `rollout.max_staleness` may not be less than what is."""
+        """Take up a state, as `PromptLoader.load_state_dict` does; the numbers of prompts and samples may change only while nothing
+        is in flight, and `rollout.max_staleness` may not be less than what is."""
         ahead, ledger = state.get("ahead", {"n": self.n, "rows": {}}), state.get("ledger", {})
         rows = {int(step): rows for step, rows in ahead["rows"].items()}
         if len(rows) > self._staleness:

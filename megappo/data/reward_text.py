@@ -21,7 +21,7 @@ class RewardText:
     prompt_format: PromptFormat
     """Format and key of the prompts (section `data`, or their evaluation): the model sees the same messages as the policy."""
     pad_id: int | None
-    """Of the model's config.json; None if it has none."""
+    """Id in the model's config.json; None if it has none."""
     max_tokens: int
     """Positions of the model."""
 

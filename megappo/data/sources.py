@@ -66,7 +66,7 @@ class Joined:
 
     @property
     def sha256(self) -> str:
-        """Of the digests of the parts; as `Source.sha256`, once all have been read."""
+        """Hash of the digests of the parts; known, like `Source.sha256`, once all have been read."""
         return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
 
 

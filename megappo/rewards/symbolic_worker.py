@@ -43,7 +43,7 @@ def _answer(cpu_limit_s: float, question: Mapping[str, Any]) -> tuple[str, dict[
 
 
 class _Read(NamedTuple):
-    """What a text means: sympy's expression, and the text behind it; nothing in `values` if there is no expression."""
+    """Meaning of a text: sympy's expression, and the text behind it; nothing in `values` if there is no expression."""
 
     values: list[Any]
     is_percent: bool
@@ -147,7 +147,7 @@ def _differ_below_rounding(gold: Any, found: Any) -> bool:
 
 
 def _solved_alike(gold: Any, found: Any, *precision: int) -> bool:
-    """In place of math-verify's: two equations without a real solution have the same ones there, none."""
+    """Compare solutions in place of math-verify: two equations without a real solution have the same ones there, none."""
     if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq) and not sympy.solve(gold, gold.free_symbols):
         ratio = sympy.simplify(_difference(gold) / _difference(found))
         return bool(ratio.is_number and ratio.is_nonzero)

@@ -305,7 +305,7 @@ class TurnsRollout(Trajectories):
 
     @property
     def num_running(self) -> int:
-        """See `rollout.types.RolloutEngine`. Trajectories that wait for the environment are not counted."""
+        """Number of `rollout.types.RolloutEngine`, without trajectories that wait for the environment."""
         return self._engine.num_running
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:

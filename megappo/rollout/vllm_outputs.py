@@ -64,7 +64,7 @@ class Episode:
     """A trajectory of several turns behind which another is drawn (`rollout/episodes.py`)."""
 
     before: Response
-    """Its turns and what followed them; `finish` has no meaning."""
+    """Turns of the trajectory and what followed them; `finish` has no meaning."""
     turn: Response | None = None
     """The turn that was drawn last, if its environment has not answered it."""
     observation: Ids | None = None

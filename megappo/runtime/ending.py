@@ -75,7 +75,7 @@ class Unrecoverable(RuntimeError):
 
 
 class Unavailable(RuntimeError):
-    """What judges the samples, a reward server for example, gives too few verdicts. The run has a checkpoint and can be
+    """A judge of the samples, a reward server for example, gives too few verdicts. The run has a checkpoint and can be
     resumed, though not at once, and no checkpoint is at fault: the command ends with exit code 69, and nothing starts it again."""
 
 

@@ -59,7 +59,7 @@ class Failure:
     """Traceback, or end of the rank's log, or the watchdogs' report if it hangs."""
     hangs: bool = False
     section: str | None = None
-    """Of a rank that could not name it itself; None if unknown."""
+    """Section of a rank that could not name it itself; None if unknown."""
 
     @property
     def how(self) -> str:

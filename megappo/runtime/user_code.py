@@ -29,7 +29,7 @@ UNDECIDED, DIED = "undecided", "died"
 
 
 class NoVerdict(Exception):
-    """What judges a sample, a part of the reward or an environment, cannot do so, which says nothing about the response. Without a
+    """A judge of a sample, a part of the reward or an environment, cannot do so, which says nothing about the response. Without a
     verdict of a weighted part the sample has no score: it is trained on by no model and counted in `reward/no_verdict/REASON`.
     Raise it in code of your own."""
 
@@ -52,7 +52,7 @@ class OwnFunction:
     call: functools.partial[Any]
     """The function with its args bound."""
     origin: str
-    """Its name in messages, `mine.py: score`."""
+    """Name in messages, `mine.py: score`."""
     file: str | None
     source: bytes | None
 
@@ -82,7 +82,7 @@ def answer_of(function: OwnFunction, argument: Any) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class OwnCode:
-    """Where a function is: in a file, or, where `path` is None, among the entry points of `group`. args: keyword arguments for
+    """Place of a function: a file, or, if `path` is None, the entry points of `group`. args: keyword arguments for
     it."""
 
     group: str

@@ -34,7 +34,7 @@ _WAITS_IN_LINE = (".wait(", ".synchronize(")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is in the code."""
+    """Place of a thread in the code."""
 
     waits_in: str | None
     """Name of the exchange that it waits in; None if it works."""

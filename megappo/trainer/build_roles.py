@@ -76,7 +76,7 @@ class Roles:
     trained: tuple[str, ...]
     """Names of the roles with an optimizer."""
     shares: Mapping[str, Shares]
-    """How each role divides a batch."""
+    """Division of a batch by role."""
 
     def trains(self, name: str) -> bool:
         return name in self.trained

@@ -163,7 +163,7 @@ class Checkpoints:
 
     @property
     def way_on(self) -> str:
-        """How to continue from a checkpoint of this run, for messages. Not collective."""
+        """Way to continue from a checkpoint of this run, for messages. Not collective."""
         if self._with_optimizer:
             return "--resume goes on from there"
         return "it holds weights only (checkpoint.save_only_model), so --resume cannot go on from there"

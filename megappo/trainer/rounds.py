@@ -26,7 +26,7 @@ from megappo.trainer.left_out import LeftOut
 
 
 class Sampler(NamedTuple):
-    """What draws the responses of a run and scores them."""
+    """Engine that draws the responses of a run, with its parameters, and the scorer."""
 
     engine: RolloutEngine
     params: SamplingParams

@@ -32,7 +32,7 @@ DEFAULT_TOKENS = 256
 
 @dataclass(frozen=True)
 class Texts:
-    """How prompts become token ids. tokenizer: its path, None for that of the model. template_args: of its chat template."""
+    """Encoding of prompts. tokenizer: its path, None for that of the model. template_args: of its chat template."""
 
     chat_template: bool
     tokenizer: str | None = None

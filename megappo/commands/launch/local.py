@@ -101,7 +101,7 @@ _LONGEST_END_S = 60.0  # after SIGKILL, while the driver frees GPU memory
 
 @dataclass(frozen=True)
 class WorldEnd:
-    """How all ranks of a world ended."""
+    """End of all ranks of a world."""
 
     code: int  # exit code of the command
     failure: Failure | None = None  # of the first rank to fail

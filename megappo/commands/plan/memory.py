@@ -73,7 +73,7 @@ class RoleMemory:
     patches: int = 0
     """Of images in a micro-batch, at most, on a rank with a vision tower."""
     tower: int = 0
-    """Of `activations`, at most: the tower's for one micro-batch."""
+    """Part of `activations` that the tower of one micro-batch has, at most."""
 
     @property
     def held(self) -> int:

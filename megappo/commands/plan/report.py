@@ -192,7 +192,7 @@ def _rollout_ranks(plan: Plan) -> str:
 
 
 def _ahead_lines(plan: Plan) -> Iterator[str]:
-    """Which ranks train meanwhile, and what is in flight, with `rollout.max_staleness`."""
+    """Lines on the ranks that train meanwhile and on what is in flight, with `rollout.max_staleness`."""
     ahead = plan.config.rollout.max_staleness
     if ahead is not None and plan.samples:
         training = name_ranks(range(plan.placements["rollout"].ranks[0]))
@@ -250,7 +250,7 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _image_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    """How many images are counted with, and the towers' share of the activations; nothing without images."""
+    """Lines on the number of images and on the towers' share of the activations; none without images."""
     shown = plan.shown or next((one for arch in plan.archs.values() if (one := shown_by_keys(plan.config, arch))), None)
     if shown is None:
         return

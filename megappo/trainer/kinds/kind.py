@@ -91,7 +91,7 @@ class Share:
 
 
 class Kind(ABC, Generic[ConfigT]):
-    """What a run learns from its examples. Built on every rank, with the roles that live there.
+    """Learning from examples: loss, denominator and figures. Built on every rank, with the roles that live there.
 
     reads: fields of a batch that the loss reads. columns: metrics of the console's table, without the kind's name.
     """

@@ -203,7 +203,7 @@ def _check_reward(reward: RewardConfig) -> None:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What the checks found of a configuration that this world can run, if memory and data suffice. archs, layouts: by role.
+    """Findings of the checks on a configuration that this world can run, if memory and data suffice. archs, layouts: by role.
     notes: for the plan."""
 
     archs: Mapping[str, ModelArch]
