@@ -32,9 +32,9 @@ from megappo.trainer.experience.experience import Experience, rows_of
 from megappo.trainer.experience.route import Route, Wire, places_of
 from megappo.trainer.experience.table import Owners, SampleTable
 from megappo.trainer.model_outputs import num_not_finite, results_of
-from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.updates import READS, first_epoch, mini_batches, owners_of_epoch, update_reads
 
 MINI_BATCHES = 8  # of an epoch

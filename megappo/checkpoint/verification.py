@@ -32,13 +32,13 @@ from megappo.parallel.consensus import on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 _ANEW = "start anew without --resume, under another run.name"  # the old directory holds a run
 
 
 _Look = tuple[str | None, ValueError | None, str | None]
-"""Result of a check on one rank: damage, a refusal, the path of a file that is missing there."""
+"""T of a check on one rank: damage, a refusal, the path of a file that is missing there."""
 
 
 class Verification:
@@ -94,7 +94,7 @@ def begin_with_newest(directory: CheckpointDirectory, skip: Collection[int] = ()
     return _newest(directory, skip, Verification)
 
 
-def _newest(directory: CheckpointDirectory, skip: Collection[int], check: Callable[[CheckpointDirectory, int], Result]) -> Result:
+def _newest(directory: CheckpointDirectory, skip: Collection[int], check: Callable[[CheckpointDirectory, int], T]) -> T:
     steps = _on_rank_zero("looking for checkpoints", lambda: _tidy_steps(directory))
     damaged = 0
     for step in steps:
@@ -188,7 +188,7 @@ def _raise_first(directory: CheckpointDirectory, step: int, reports: Sequence[tu
             raise DamagedCheckpoint(damage)
 
 
-def _on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
+def _on_rank_zero(what: str, action: Callable[[], T]) -> T:
     """Call `on_rank_zero`; faults of a checkpoint are raised as themselves on every rank."""
 
     def attempt() -> tuple[Any, ValueError | None]:

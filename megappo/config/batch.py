@@ -12,7 +12,7 @@ from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.config.section import LossAggregation
 
 
-class Part(NamedTuple):
+class SampleShare(NamedTuple):
     """Share of a step's samples that a role trains on: those whose number modulo `count` is `index` (AsyPPO, arXiv:2510.01656)."""
 
     # The samples of a prompt are numbered in a row, so each of several critics gets some of the responses to every prompt.
@@ -20,7 +20,7 @@ class Part(NamedTuple):
     count: int = 1
 
 
-WHOLE = Part()
+WHOLE = SampleShare()
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class UpdateSchedule:
     epochs: int
     mini_batch_size: int
     loss_aggregation: LossAggregation
-    part: Part = WHOLE
+    part: SampleShare = WHOLE
 
     def mini_batches(self, samples: int) -> int:
         """Count the mini-batches of an epoch, given the samples of the whole step. The last is smaller if samples were left out;
@@ -53,7 +53,7 @@ def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
     if role not in critics:
         return shared
     # The shared mini-batch shrinks with a critic's share of the samples, so that it updates as often as a single critic would.
-    critic, part = critics[role], Part(list(critics).index(role), len(critics))
+    critic, part = critics[role], SampleShare(list(critics).index(role), len(critics))
     return UpdateSchedule(
         shared.epochs if critic.ppo_epochs is None else critic.ppo_epochs,
         max(1, shared.mini_batch_size // part.count) if critic.mini_batch_size is None else critic.mini_batch_size,

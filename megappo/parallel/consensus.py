@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megappo.parallel.totals import place_in_world, total
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 # Faults of reading and writing files: full disk, lost mount, broken file, state that does not serialise.
 _FAULTS = (OSError, RuntimeError, ValueError, TypeError, LookupError, SafetensorError)
@@ -26,7 +26,7 @@ class RankFault(RuntimeError):
     """Failure on at least one rank, raised on all of them with the first failing rank's message."""
 
 
-def gathered(own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gather the objects of all ranks, in rank order, on every rank; [own] without a world. Collective; pickled, so keep them
     small."""
     if group is None and place_in_world()[1] == 1:
@@ -36,7 +36,7 @@ def gathered(own: Result, group: dist.ProcessGroup | None = None) -> list[Result
     return found
 
 
-def gathered_at(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+def gathered_at(rank: int, own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gather the objects of all ranks, in rank order, on this world rank; [] elsewhere. Collective as `gathered`."""
     if group is None and place_in_world()[1] == 1:
         return [own]
@@ -45,7 +45,7 @@ def gathered_at(rank: int, own: Result, group: dist.ProcessGroup | None = None) 
     return found or []
 
 
-def told_by(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> Result:
+def told_by(rank: int, own: T, group: dist.ProcessGroup | None = None) -> T:
     """Return this world rank's object on every rank; `own` counts there alone. Collective as `gathered`."""
     box = [own]
     if group is not None or place_in_world()[1] > 1:
@@ -67,7 +67,7 @@ def exchanged(sent: Sequence[bytes], all_to_all: Callable[[Tensor, Tensor, Seque
     return [part.numpy().tobytes() for part in arrived.split(received)]
 
 
-def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
+def on_every_rank(what: str, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `action` on every rank; return the results in rank order, on every rank. RankFault on all if one fails. Collective.
     `action` must not contain collectives. Results are gathered as pickled objects: keep them small."""
     result, fault, cause = None, None, None
@@ -80,13 +80,13 @@ def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGr
     if faults:
         # cause: this rank's own error, None on ranks that did not fail.
         raise RankFault(f"{what} failed on {len(faults)} of {len(outcomes)} ranks; {faults[0]}") from cause
-    return [cast(Result, value) for value, _ in outcomes]
+    return [cast(T, value) for value, _ in outcomes]
 
 
-def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
+def on_rank_zero(what: str, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; return its result on every rank. RankFault on all ranks if it fails. Collective."""
     results = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
-    return cast(Result, results[0])
+    return cast(T, results[0])
 
 
 def tally(votes: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[int]:
@@ -101,7 +101,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return tally([flag], group)[0] > 0
 
 
-def raised_by_all(action: Callable[[], Result], *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Result:
+def raised_by_all(action: Callable[[], T], *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> T:
     """Run `action`, and raise its first rank's error of these kinds on all ranks. Collective, also if it raises. `action` may
     exchange among ranks that raise together, such as those of one role."""
     result, fault = None, None
@@ -110,7 +110,7 @@ def raised_by_all(action: Callable[[], Result], *kinds: type[Exception], group: 
     except kinds as error:
         fault = error
     raise_together(fault, *kinds, group=group)
-    return cast(Result, result)
+    return cast(T, result)
 
 
 def raise_together(fault: Exception | None, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> None:

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from megappo.rewards.base import UNREACHABLE, NoVerdict, RewardError, RewardInput
+from megappo.rewards.base import UNREACHABLE, NoVerdict, Result, RewardError, RewardInput
 from megappo.rewards.server import Asker, Server, ServerDown
-from megappo.rewards.wire import Result
 
 _CLOSING_S = 5.0
 Outcome = Result | NoVerdict

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megappo.config.reward_sections import RemoteConfig
-from megappo.rewards.base import RewardError, RewardInput, describe
+from megappo.rewards.base import Result, RewardError, RewardInput, describe
 from megappo.rewards.request import MIB, Refused, TryAgain, make_client, post
-from megappo.rewards.wire import BadScore, Result, request_body, results_of
+from megappo.rewards.wire import BadScore, request_body, results_of
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 5.0  # doubled in between; a wait is this times 0.5 to 1
 _LAST_TRY_S = 1.0  # least limit of the try at the end of the budget

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from megappo.rewards.base import RewardInput
+from megappo.rewards.base import Result, RewardInput
 from megappo.rewards.verdict import LARGEST, PER_TOKEN, plain
 
 VERSION = 1
@@ -22,8 +22,6 @@ FIELDS = {
 }
 _DEFAULTS = {"prompt": "", "answer": "", "truncated": False, "num_tokens": 0, "record": {}, "sample_id": ""}
 _ANSWER = '{"scores": [a number, or null for undecided, per sample]}'
-
-Result = float | dict[str, Any] | None
 
 
 class BadScore(ValueError):

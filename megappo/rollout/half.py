@@ -20,7 +20,7 @@ from megappo.runtime.ending import StopRequest
 from megappo.runtime.sections import ROLLOUT_HALF, Sections
 from megappo.telemetry.metrics import Metric
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 STEP, EVALUATION = "step/", "evaluation/"
 """Start of the names of a step's batches, and of an evaluation's."""
 CANARY, GREEDY = "canary/", "greedy/"
@@ -155,13 +155,13 @@ class RolloutHalf(RolloutElsewhere):
 
         return {IN_FLIGHT.format(replica): content for replica, content in self._held("snapshot", taken).items()}
 
-    def _held(self, kind: str, action: Callable[[], Result], **fields: Any) -> Result:
+    def _held(self, kind: str, action: Callable[[], T], **fields: Any) -> T:
         """Hold a meeting until it counts; return what `action` returned."""
         while True:
             self._meetings.drop_lost(self._rebuild, by_log=kind != "snapshot")
             counts, found = self._meetings.hold(kind, action, **fields)
             if counts:
-                return cast(Result, found)
+                return cast(T, found)
 
 
 def _drawn_of(response: Response) -> list[Segment]:

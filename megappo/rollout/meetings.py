@@ -38,7 +38,7 @@ from megappo.runtime.verdict import Member, raised_in_exchange
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 _NAMES = 1 << 31  # of the groups, which are numbers; torch counts from 0
 _LOOK_S = 0.25  # between looks at files, which may be on other machines
 _MARGIN_S = 10.0  # more than `heartbeat_s`, until a loss is noticed
@@ -129,7 +129,7 @@ class Meetings:
             with self.outside():
                 dist.destroy_process_group(group)
 
-    def attempt(self, action: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str | None]:
         """Run `action` in the group; return its result, or why the exchange failed."""
         fault = None
         try:
@@ -180,7 +180,7 @@ class Hosts(Meetings):
         self._looked_at, self._has_begun = 0.0, False
         self._joining: int | None = None  # of which the launcher's notes are still those of its loss
 
-    def hold(self, kind: str, action: Callable[[], Result], **fields: Any) -> tuple[bool, Result | None]:
+    def hold(self, kind: str, action: Callable[[], T], **fields: Any) -> tuple[bool, T | None]:
         """Announce a meeting and take part; return whether it counts, and what `action` returned here. If it does not count a
         replica is lost (`drop_lost`). RuntimeError if an exchange fails and none is. fields: of the message; `joins`: a replica
         that is lost if the meeting fails."""
@@ -379,7 +379,7 @@ class Guests(Meetings):
                 return bool(answer)
             time.sleep(_LOOK_S)
 
-    def take_part(self, action: Callable[[], Result], before_vote: Callable[[], None] = lambda: None) -> tuple[bool, Result | None]:
+    def take_part(self, action: Callable[[], T], before_vote: Callable[[], None] = lambda: None) -> tuple[bool, T | None]:
         """Take part in the meeting that was heard last; return whether it counts, and what `action` returned here. before_vote:
         what must have been done if it counts, whatever becomes of this process then."""
         if not self.are_voted:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 _IDLE_S = 0.002  # between looks for messages; one look at the store takes 0.1 ms
 _MEETINGS = {"push", "hand_over", "snapshot", "regroup", "join", "stop"}
 _GIVEN_UP = -1  # in place of a number of messages
@@ -427,12 +427,12 @@ class _Server:
 
         return mark
 
-    def _until_it_counts(self, action: Callable[[], Result], kind: str, logged: Callable[[], None] = lambda: None) -> Result:
+    def _until_it_counts(self, action: Callable[[], T], kind: str, logged: Callable[[], None] = lambda: None) -> T:
         """Take part in a meeting, again without the replicas that are lost, until it counts."""
         while True:
             counts, found = self._meetings.take_part(action, self._marked(logged))
             if counts:
-                return cast(Result, found)
+                return cast(T, found)
             self._log.take_back()
             while (message := self._next_message())["kind"] == "regroup":
                 self._regroup(message)

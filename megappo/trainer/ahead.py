@@ -23,8 +23,8 @@ from megappo.trainer.extras import Extra
 from megappo.trainer.left_out import REDRAWN
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prompt_source import PromptSource
-from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement, require_version
+from megappo.trainer.step_record import StepRecord
 
 IDLE_SHARE, IDLE_STEPS = 0.2, 10
 """Share of the time that a half may wait without a line about it, over so many steps."""

@@ -40,11 +40,11 @@ from megappo.trainer.experience.collect import SampleRequests, collect
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.replicas import ReplicaCheck
-from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Round, Sampler
 from megappo.trainer.run import Steps
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.state import TrainerState
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.step_totals import targets_in
 from megappo.trainer.updates import Updates
 

@@ -35,8 +35,8 @@ from megappo.telemetry.tables import table
 from megappo.telemetry.timers import StageTimers, host_peak_gib, memory_gauge
 from megappo.trainer.build_roles import Roles, spec_of_role
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.updates import UpdateSummary
 
 STAGE_RANGE = "stage {}"

@@ -8,9 +8,9 @@ from contextlib import closing
 
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
-from megappo.trainer.report import StepRecord
 from megappo.trainer.rollout_side import RolloutSide
 from megappo.trainer.run import Run
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.training_side import TrainingSide
 
 

@@ -23,8 +23,8 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
-from megappo.trainer.report import length_metrics
 from megappo.trainer.run import Run, StepLoop
+from megappo.trainer.step_record import length_metrics
 from megappo.trainer.step_totals import Totals, critic_metrics, least_explained_variance, moments_of_tokens, targets_in
 from megappo.trainer.token_scans import PerToken
 from megappo.trainer.updates import Updates, UpdateSummary

@@ -21,7 +21,7 @@ from megappo.runtime.ending import CONFIG, Ended, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class RunDir:
         _on_rank_0(lambda: replace_file(self.config, config_text.encode()))
 
 
-def _on_rank_0(action: Callable[[], Result]) -> Result:
+def _on_rank_0(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and return its result on every rank. ValueError on all ranks."""
 
-    def attempt() -> Result | None:
+    def attempt() -> T | None:
         try:
             return action() if dist.get_rank() == 0 else None
         except OSError as error:
@@ -117,7 +117,7 @@ def _on_rank_0(action: Callable[[], Result]) -> Result:
 
     mine = raised_by_all(attempt, ValueError)
     told = told_by(0, mine)
-    return cast(Result, mine if dist.get_rank() == 0 else told)
+    return cast(T, mine if dist.get_rank() == 0 else told)
 
 
 def export_policy(engine: Engine | None, run_dir: RunDir, source: Path, tokenizer: Tokenizer) -> None:

@@ -47,7 +47,7 @@ def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int
     return found
 
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 # Seconds of scoring before the console hears of it, and between two lines.
 FIRST_NOTE_S, NOTE_EVERY_S = 5.0, 15.0
@@ -147,10 +147,10 @@ def _judge(
     return [replace(one, verdicts={**one.verdicts, **late.get(n, {})}) for n, one in zip(numbers, judged, strict=True)], early_s
 
 
-def raised_as_one(action: Callable[[], Result]) -> Result:
+def raised_as_one(action: Callable[[], T]) -> T:
     """Run `action`; if a rank fails, RewardError on every rank names the first that failed. Collective over the world."""
 
-    def named() -> Result:
+    def named() -> T:
         try:
             return action()
         except RewardError as error:

@@ -28,7 +28,7 @@ from megappo.trainer.prepare.supervised import SupervisedData
 from megappo.trainer.run import Run, StepLoop
 from megappo.trainer.step_totals import expert_metrics
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Supervised(StepLoop):
         reads = (*self.kind.reads, *getattr(self.kind.role, "sampling_fields", ()))
         return {"reads": reads, **({"together": share.together} if share.together else {})}
 
-    def told(self, mine: Result | None) -> Result:
+    def told(self, mine: T | None) -> T:
         """Return the result of the ranks of the role that learns on every rank. Collective over the world."""
         members = self.roles.shares[self.config.learner].members
         if sum(map(len, members)) < place_in_world()[1]:

@@ -19,10 +19,10 @@ from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs, num_not_finite, require_finite_outputs
 from megappo.trainer.prepare.data import TextData
 from megappo.trainer.ptx import draw_texts
-from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.run import Run
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.updates import Updates, positive_samples
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.aggregation import loss_count, tokens_per_sequence, true_positions, weight_of_tokens
-from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
+from megappo.config.batch import WHOLE, SampleShare, UpdateSchedule, update_schedule
 from megappo.config.role_sections import is_critic
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
@@ -68,13 +68,13 @@ class MiniBatch(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # the plan of owners asks for it, and every role
-def order_of_epoch(num_samples: int, seed: int, part: Part = WHOLE) -> Tensor:
+def order_of_epoch(num_samples: int, seed: int, part: SampleShare = WHOLE) -> Tensor:
     """Return the sample numbers of a part in the seeded order of mini-batches, the same on every rank. Read-only."""
     numbers = torch.arange(part.index, num_samples, part.count)
     return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))]
 
 
-def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
+def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: SampleShare = WHOLE) -> Owners:
     """Balance the samples of an epoch over the shares for each mini-batch. Samples outside the part have owners too, but unused."""
     share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     order = order_of_epoch(table.num_samples, seed, part)
@@ -141,7 +141,7 @@ def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: i
 
 
 def first_epoch(
-    experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int, part: Part = WHOLE
+    experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int, part: SampleShare = WHOLE
 ) -> Experience:
     """Send these fields to where the first epoch of a role's updates needs them. Collective over the world."""
     assert "response_mask" in experience.batch, "sequences that were not sampled (`Experience.of_own`) cannot be trained on"
@@ -288,7 +288,7 @@ class Updates:
         schedules = {name: update_schedule(config, name) for name in names}
         asked = partial(update_reads, algorithm=config.algorithm)
         division = {name: (roles.shares[name], one.mini_batch_size, one.part) for name, one in schedules.items()}
-        reads: dict[tuple[Shares, int, Part], set[str]] = {}
+        reads: dict[tuple[Shares, int, SampleShare], set[str]] = {}
         for name in names:
             reads.setdefault(division[name], set()).update(asked(name))
         sent = {

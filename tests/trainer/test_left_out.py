@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megappo.algo.groups import are_equal
 from megappo.algo.summaries import standard_error
-from megappo.config.batch import Part, UpdateSchedule
+from megappo.config.batch import SampleShare, UpdateSchedule
 from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.config.schema import AlgorithmConfig
@@ -219,8 +219,11 @@ def test_an_evaluation_without_any_score_says_so_in_its_line(alone: None) -> Non
     assert line.startswith("set: mean@2 nan,") and line.endswith(", 8 without a score (unreachable)")
 
 
-@pytest.mark.parametrize(("samples", "size", "part"), [(64, 16, Part()), (57, 16, Part()), (3, 16, Part()), (57, 8, Part(1, 2))])
-def test_mini_batches_are_counted_as_they_are_cut(samples: int, size: int, part: Part) -> None:
+@pytest.mark.parametrize(
+    ("samples", "size", "part"),
+    [(64, 16, SampleShare()), (57, 16, SampleShare()), (3, 16, SampleShare()), (57, 8, SampleShare(1, 2))],
+)
+def test_mini_batches_are_counted_as_they_are_cut(samples: int, size: int, part: SampleShare) -> None:
     numbers = torch.arange(part.index, samples, part.count)
     assert UpdateSchedule(1, size, "token-mean", part).mini_batches(samples) == len(numbers.split(size))
 

@@ -11,11 +11,11 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
+from megappo.trainer.step_record import StepRecord
 from megappo.trainer.updates import UpdateSummary
 from tests.telemetry.catalogue import metric_of
 from tests.trainer.experiences import dealt
