@@ -247,13 +247,7 @@ def vtrace_weights(
 
 
 def vtrace_advantages(
-    correction: Tensor,
-    weight: Tensor,
-    trace: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    gamma: float,
-    lam: float | Tensor,
+    correction: Tensor, weight: Tensor, trace: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
     """Compute A_t of `vtrace_weights`, [T] fp32, 0 outside the mask: correction + rho_t (1 - k_t) gamma lambda correction_next.
     correction: [T], v_t - V_t under `lam`, a number or [B]; under equal bounds k is 1 and A_t is the correction. weight, trace:

@@ -286,8 +286,7 @@ def _recorded(
     spelled = checkpoint_name if any(name.startswith(TOWER) for name in tensors) else str
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
     recorder = _LoaderRecorder(
-        {_storage(tensor): name for name, tensor in weights.items()},
-        {_storage(tensor): name for name, tensor in watched.items()},
+        {_storage(tensor): name for name, tensor in weights.items()}, {_storage(tensor): name for name, tensor in watched.items()}
     )
     with recorder:
         load_weights((spelled(name), weight) for name, weight in weights.items())

@@ -43,10 +43,7 @@ def read_rng() -> RngState:
         tensors["cuda"] = torch.cuda.get_rng_state()
     for name, state in _tracker().get_states().items():
         tensors[_TRACKER + name] = state.clone()
-    numbers = {
-        "python": [version, gauss_next],
-        "numpy": [int(position), int(has_gauss), float(gauss)],
-    }
+    numbers = {"python": [version, gauss_next], "numpy": [int(position), int(has_gauss), float(gauss)]}
     return RngState(tensors, numbers)
 
 

@@ -244,12 +244,7 @@ class CheckpointStore:
         return place
 
     def _take(
-        self,
-        step: int,
-        engines: Models,
-        components: Mapping[str, StatefulComponent],
-        files: Mapping[str, bytes],
-        copies: _Copies,
+        self, step: int, engines: Models, components: Mapping[str, StatefulComponent], files: Mapping[str, bytes], copies: _Copies
     ) -> tuple[Path | None, Mapping[str, bytes]]:
         """Begin the copies of this rank's part of the state; return the directory, on rank 0, and the digests of the components'
         states. Not collective."""
@@ -344,12 +339,7 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------------------------ load
 
-    def load(
-        self,
-        engines: Models,
-        components: Mapping[str, StatefulComponent],
-        facts: Mapping[str, Any],
-    ) -> int:
+    def load(self, engines: Models, components: Mapping[str, StatefulComponent], facts: Mapping[str, Any]) -> int:
         return self.restore(self.find_resumable(facts), engines, components)
 
     def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = (), *, wait: bool = True) -> Manifest:

@@ -87,9 +87,7 @@ _OF_ROUTE = Dead(
 )
 
 _OF_EPOCHS = Dead(
-    ("trainer.epochs",),
-    lambda c: c.trainer.steps is not None,
-    "trainer.steps sets the length of the run; remove one of the two",
+    ("trainer.epochs",), lambda c: c.trainer.steps is not None, "trainer.steps sets the length of the run; remove one of the two"
 )
 
 _OF_SAVES = Dead(
@@ -100,11 +98,7 @@ _OF_SAVES = Dead(
 
 
 # Keys about the values of several critics.
-SEVERAL_CRITICS = (
-    "algorithm.value_of_critics",
-    "algorithm.disagreement_mask_ratio",
-    "algorithm.disagreement_entropy_ratio",
-)
+SEVERAL_CRITICS = ("algorithm.value_of_critics", "algorithm.disagreement_mask_ratio", "algorithm.disagreement_entropy_ratio")
 
 TRAIN: tuple[Dead, ...] = (
     _IMPL,
@@ -189,11 +183,7 @@ TRAIN: tuple[Dead, ...] = (
         "with rollout.max_staleness a turn goes on as soon as it is answered; remove it",
     ),
     *_OF_SAMPLER,
-    Dead(
-        ("data.eval_prompts",),
-        lambda c: c.data.eval is None,
-        "data.eval is not set; remove it, or name the held-out prompts",
-    ),
+    Dead(("data.eval_prompts",), lambda c: c.data.eval is None, "data.eval is not set; remove it, or name the held-out prompts"),
     *(
         Dead(
             (f"trainer.eval_{key}",),

@@ -139,12 +139,5 @@ def load_prompts(
     images: PromptImages | None = None,
 ) -> PromptSet:
     """Load the prompts of a source or of several, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
-    rules = PromptRules(
-        data.prompt_key,
-        data.answer_key,
-        format_of(data),
-        data.max_prompt_tokens,
-        data.overlong,
-        limit,
-    )
+    rules = PromptRules(data.prompt_key, data.answer_key, format_of(data), data.max_prompt_tokens, data.overlong, limit)
     return prompts_of(open_sources(source), tokenizer, rules, cache, images)

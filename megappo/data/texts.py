@@ -77,11 +77,7 @@ class DemonstrationSet(Examples):
 
 
 def demonstrations_of(
-    source: Source | Joined,
-    tokenizer: Tokenizer,
-    rules: DemonstrationRules,
-    cache: Cache,
-    images: PromptImages | None = None,
+    source: Source | Joined, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache, images: PromptImages | None = None
 ) -> DemonstrationSet:
     """Tokenise demonstrations of a source, or take them from the cache. Those beyond max_tokens are left out and counted, or
     refused (`rules.overlong`), never cut. images: of the prompts, if they have some.

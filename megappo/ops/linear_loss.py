@@ -41,12 +41,7 @@ class LinearLoss:
 
 
 def linear_token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    group: dist.ProcessGroup | None,
-    options: LinearOptions,
-    token_loss: TokenLoss,
+    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, options: LinearOptions, token_loss: TokenLoss
 ) -> LinearLoss:
     """Sum token_loss over chunks of `linear_logprob`'s results, with its gradients. Arguments and ValueError as there.
     Logits of one chunk exist at a time: [4096, Vl] fp32 on a GPU, and beside them the gradient of up to 8192 tokens' in the

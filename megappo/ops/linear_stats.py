@@ -102,13 +102,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def backward_in_blocks(
-    problem: LinearLogits,
-    upstream: Upstream,
-    logits: Tensor | None,
-    chunk_tokens: int,
-    dweight: Tensor | None,
-    *,
-    add: bool,
+    problem: LinearLogits, upstream: Upstream, logits: Tensor | None, chunk_tokens: int, dweight: Tensor | None, *, add: bool
 ) -> Tensor:
     """Compute dhidden of `linear_backward`, and write the weight's gradient to `dweight` [Vl, H] of any type.
     add: the products add to a `dweight` of the compute type (an optimizer's fp32 accumulator). dweight None: the weight is

@@ -51,10 +51,7 @@ class MathVerify:
             if reply is None:
                 self.undecided += 1
                 logger.warning(
-                    "math_verify: no verdict on %s within %g s (%d so far)",
-                    sample.sample_id,
-                    self.cpu_limit_s,
-                    self.undecided,
+                    "math_verify: no verdict on %s within %g s (%d so far)", sample.sample_id, self.cpu_limit_s, self.undecided
                 )
                 return None
         _require_usable(reply, sample.answer)

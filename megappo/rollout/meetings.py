@@ -166,12 +166,7 @@ class Hosts(Meetings):
     is the caller's world. changes: of a run that is repeated; None for another run."""
 
     def __init__(
-        self,
-        channel: Channel,
-        seats: Seats,
-        timeouts: TimeoutsConfig,
-        watch: Watch,
-        changes: Sequence[Change] | None = None,
+        self, channel: Channel, seats: Seats, timeouts: TimeoutsConfig, watch: Watch, changes: Sequence[Change] | None = None
     ) -> None:
         super().__init__(channel, seats, timeouts, watch)
         self._script, self._at = None if changes is None else deque(changes), (-1, 0)

@@ -176,12 +176,7 @@ class _Server:
             match self._messages.popleft():
                 case {"kind": "requests", "step": step, "rows": rows}:
                     self._admit(step, rows)
-                case {
-                    "kind": "refill",
-                    "step": step,
-                    "rows": rows,
-                    "before": before,
-                }:
+                case {"kind": "refill", "step": step, "rows": rows, "before": before}:
                     # Of its numbers none is in use: the step's batch before it was handed over.
                     self._begin_first(step, f"step/{step}", self._source.of_step(step, rows, before), self._source.sampling)
                 case {"kind": "evaluation", "key": key, "set": name}:

@@ -122,10 +122,7 @@ class Metric(_Named):
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over updates"
     POLICY_KL_LOSS = "policy/kl_loss", "KL in the loss per token, before its factor (kl.placement: loss), nats"
     POLICY_ENTROPY = "policy/entropy", "mean entropy at sampled tokens, nats"
-    POLICY_ENTROPY_COEF = (
-        "policy/entropy_coef",
-        "factor of the entropy bonus (algorithm.entropy: target)",
-    )
+    POLICY_ENTROPY_COEF = ("policy/entropy_coef", "factor of the entropy bonus (algorithm.entropy: target)")
     POLICY_POSITIVE_NLL = "policy/positive_nll", "mean negative log-likelihood of correct responses, nats"
     POLICY_PTX_LOSS = "policy/ptx_loss", "mean negative log-likelihood of algorithm.ptx, before its factor, nats"
     POLICY_CLIP_LOW = "policy/clip_low", "share of tokens that the lower clip cut"
@@ -144,16 +141,10 @@ class Metric(_Named):
     POLICY_REROUTED = "policy/rerouted", "share of replayed routes (token and layer) unlike the policy's own (replay_experts)"
     POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
-    CORRECTION_MEAN = (
-        "policy/correction_mean",
-        "mean importance weight of a sampled token (importance_sampling, vtrace)",
-    )
+    CORRECTION_MEAN = ("policy/correction_mean", "mean importance weight of a sampled token (importance_sampling, vtrace)")
     CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens out of its bounds"
     CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler before the bounds"
-    HIGH_ENTROPY = (
-        "policy/high_entropy_threshold",
-        "least entropy of a trained token (high_entropy_token_ratio), nats",
-    )
+    HIGH_ENTROPY = ("policy/high_entropy_threshold", "least entropy of a trained token (high_entropy_token_ratio), nats")
 
     CRITIC_LOSS = "critic/loss", "value loss (critic.loss), mean over updates"
     CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance", "1 - Var(return - value) / Var(return) before the updates"
@@ -182,10 +173,7 @@ class Metric(_Named):
 
     KL_TOKEN = "kl/per_token", "mean KL per sampled token, by the estimator of algorithm.kl, nats"
     KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator, nats"
-    KL_RESPONSE = (
-        "kl/per_response",
-        "summed log-ratio of a response (k1), mean, nats; what the controller sees",
-    )
+    KL_RESPONSE = ("kl/per_response", "summed log-ratio of a response (k1), mean, nats; what the controller sees")
     KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
     KL_TEACHER_TOKEN = "kl/teacher_per_token", "mean of log policy - log teacher over the sampled tokens (k1), nats"
     KL_TEACHER_RESPONSE = "kl/teacher_per_response", "the same summed over a response, mean, nats"
@@ -233,10 +221,7 @@ class Metric(_Named):
     SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory (compaction)"
     TURNS_MEAN = "rollout/turns_mean", "mean number of turns of a trajectory (rollout.environment)"
     TURNS_MAX = "rollout/turns_max", "most turns of a trajectory"
-    TURNS_LIMITED = (
-        "rollout/turns_limited",
-        "share of trajectories that max_turns ended",
-    )
+    TURNS_LIMITED = ("rollout/turns_limited", "share of trajectories that max_turns ended")
     TURNS_LATE = "rollout/turns_late", "share of trajectories without a score, as the environment did not answer within timeout_s"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
@@ -247,24 +232,15 @@ class Metric(_Named):
         "timing/reward/during_generation_s",
         "seconds of generate with rewards beside, on the rank with most; score_s is what was left",
     )
-    ENVIRONMENT_MEAN = (
-        "timing/environment/mean_s",
-        "mean seconds of an environment's answer, without the wait for a free worker",
-    )
+    ENVIRONMENT_MEAN = ("timing/environment/mean_s", "mean seconds of an environment's answer, without the wait for a free worker")
     ENVIRONMENT_MAX = "timing/environment/max_s", "seconds of the slowest answer"
     ENVIRONMENT_SECONDS = "timing/environment/total_s", "seconds of all answers of the step, over ranks and workers"
-    ENVIRONMENT_OF_SET = (
-        "timing/environment/*",
-        "the same of an evaluation: eval/mean_s of data.eval, eval/SET/mean_s of a set",
-    )
+    ENVIRONMENT_OF_SET = ("timing/environment/*", "the same of an evaluation: eval/mean_s of data.eval, eval/SET/mean_s of a set")
     WAITED = "timing/wait_for_rollout_s", "seconds of generate that training waited for the rollout half (rollout.max_staleness)"
     ROLLOUT_IDLE = "timing/rollout_idle_s", "mean seconds that a replica had nothing to draw since the step before"
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, not in step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens per second of the step"
-    GENERATED_PER_S = (
-        "throughput/generated_tokens_per_s",
-        "response tokens per second of generation, replaced ones included",
-    )
+    GENERATED_PER_S = ("throughput/generated_tokens_per_s", "response tokens per second of generation, replaced ones included")
     SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the step"
     HOST_PEAK = "memory/host_peak_gib", "largest resident memory of a rank since this start, GiB"
     DEVICE_PEAK = "memory/device_peak_gib", "largest memory that torch allocated on a rank's GPU since this start, GiB"
@@ -278,10 +254,7 @@ class Metric(_Named):
 
     FAILED_SAVES = "checkpoint/failed_saves", "checkpoints not written since this start"
 
-    LOST_RECORDS = (
-        "telemetry/lost_records",
-        "records of files, trackers and console lost since this start",
-    )
+    LOST_RECORDS = ("telemetry/lost_records", "records of files, trackers and console lost since this start")
 
     SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, or divergence from the teacher, nats"
     SFT_NLL = "sft/nll", "that negative log-prob, where `distillation.coef` mixes both"

@@ -20,11 +20,7 @@ _RESULTS = {
 }
 _OF_REWARD_MODEL = {"model": (EXPORTED, "{}  (reward_model.model of a run of PPO)")}
 
-_HELD_OUT = {
-    Metric.EVAL_SCORE.value: "held-out score",
-    Metric.EVAL_LOSS.value: "held-out loss",
-    EVAL_ACCURACY: "held-out accuracy",
-}
+_HELD_OUT = {Metric.EVAL_SCORE.value: "held-out score", Metric.EVAL_LOSS.value: "held-out loss", EVAL_ACCURACY: "held-out accuracy"}
 _OF_TRAINING = {Metric.SCORE_MEAN.value: "training score", **dict.fromkeys(LOSSES, "training loss")}
 
 Rows = Sequence[Mapping[str, Any]]

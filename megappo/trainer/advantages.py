@@ -47,11 +47,7 @@ class Shaped(NamedTuple):
 
 
 def add_advantages(
-    experience: Experience,
-    score: Tensor,
-    kl_coef: float,
-    algorithm: AlgorithmConfig,
-    per_token: PerToken | None = None,
+    experience: Experience, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None = None
 ) -> Shaped:
     """Add the fields of `advantages_of` with the estimator of `algorithm`; an estimator without a critic adds no returns.
     score: [B] on the host, in the order of the batch. remax reads the field GREEDY. ValueError for trajectories of several
@@ -77,11 +73,7 @@ def add_advantages(
 
 
 def advantages_of(
-    batch: PackedBatch,
-    score: Tensor,
-    kl_coef: float,
-    algorithm: AlgorithmConfig,
-    per_token: PerToken | None = None,
+    batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None = None
 ) -> PackedBatch:
     """Add reward, advantage (whitened if configured), raw_advantage and each critic's returns, [T] fp32, 0 outside response_mask.
 
@@ -156,11 +148,7 @@ def _discount(batch: PackedBatch, steps: Tensor, algorithm: AlgorithmConfig) -> 
 
 
 def _without_critic(
-    experience: Experience,
-    score: Tensor,
-    kl_coef: float,
-    algorithm: AlgorithmConfig,
-    per_token: PerToken | None,
+    experience: Experience, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> Shaped:
     batch, metrics = experience.batch, {}
     mask, group, estimator = batch["response_mask"], experience.table.group, algorithm.estimator

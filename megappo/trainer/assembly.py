@@ -135,13 +135,7 @@ def kl_controller(kl: KLConfig) -> KLController:
 
 
 def checkpoints_of(
-    config: AnyConfig,
-    data: AnyData,
-    models: Models,
-    state: TrainerState,
-    kl: KLController | None,
-    claimed: Claimed,
-    log: RunLog,
+    config: AnyConfig, data: AnyData, models: Models, state: TrainerState, kl: KLController | None, claimed: Claimed, log: RunLog
 ) -> Checkpoints:
     """Build the checkpoints of the run: what they hold and when they are made. kl: of PPO."""
     roles = models.roles

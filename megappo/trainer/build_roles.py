@@ -33,10 +33,7 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": lambda config, engine: Policy(engine, _temperature(config), config.algorithm, config.policy.logits_dtype),
     "critic": lambda config, engine: Critic(engine, config.critics_in_use[engine.name].loss, engine.name),  # and every further one
     "reference": lambda config, engine: LanguageModel(
-        engine,
-        _temperature(config),
-        config.policy.logits_dtype,
-        replays_experts=config.rollout.replay_experts == "all",
+        engine, _temperature(config), config.policy.logits_dtype, replays_experts=config.rollout.replay_experts == "all"
     ),
     "teacher": lambda config, engine: Teacher(engine, _temperature(config), config.policy.logits_dtype),
     "reward_model": lambda config, engine: RewardModel(engine),

@@ -148,14 +148,7 @@ def _outside_of(hosts: Hosts, outside: Callable[[], AbstractContextManager[None]
 
 
 def _rollout_half(
-    config: TrainConfig,
-    data: RunData,
-    claimed: Claimed,
-    guests: Guests,
-    vllm: VllmEngine,
-    events: EventLog,
-    *,
-    joins: bool = False,
+    config: TrainConfig, data: RunData, claimed: Claimed, guests: Guests, vllm: VllmEngine, events: EventLog, *, joins: bool = False
 ) -> bool:
     from megappo.rollout.episodes import Episodes  # both import vLLM's side, which the training half never needs
     from megappo.rollout.server import serve

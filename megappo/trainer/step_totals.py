@@ -48,11 +48,7 @@ class Totals:
 
 
 def moments_of_tokens(
-    batch: PackedBatch,
-    targets: Tensor,
-    of_sampled: Sequence[str] = (),
-    means: Sequence[str] = (),
-    kl_kinds: Collection[str] = (),
+    batch: PackedBatch, targets: Tensor, of_sampled: Sequence[str] = (), means: Sequence[str] = (), kl_kinds: Collection[str] = ()
 ) -> dict[str, Moments]:
     """Return name -> moments over this rank's tokens: `of_sampled` over sampled tokens; values, returns and errors (`error FIELD`:
     return minus value) of every critic over tokens with a target. targets: [T] bool. means: fields that need only a mean.

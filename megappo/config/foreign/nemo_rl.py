@@ -190,11 +190,7 @@ def _dtensor(dtensor: str, role: str) -> dict[str, Rule]:
         f"{dtensor}.context_parallel_size": take(f"{parallel}.cp", by="if_dtensor"),
         f"{dtensor}.sequence_parallel": take(f"{parallel}.sequence_parallel", by="if_dtensor"),
         f"{dtensor}.activation_checkpointing": take(f"{role}.recompute", values=CHECKPOINTING, by="if_dtensor"),
-        f"{dtensor}.cpu_offload": take(
-            f"{role}.offload",
-            by="offload_if_dtensor",
-            note="between passes; AdamW runs on the GPU",
-        ),
+        f"{dtensor}.cpu_offload": take(f"{role}.offload", by="offload_if_dtensor", note="between passes; AdamW runs on the GPU"),
         f"{dtensor}.lora_cfg.enabled": take(*_adapters(role), by="dtensor_lora"),
         f"{dtensor}.lora_cfg": unneeded("see lora_cfg.enabled", f"{role}.lora.rank"),
     }

@@ -131,12 +131,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
 }
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-DTYPES = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float32": "fp32",
-    "fp32": "fp32",
-}
+DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
 CHECKPOINTING = {True: "full", False: "none"}
 EAGER = {value: {"enforce_eager": value} for value in (True, False)}
 ENGINES = {"vllm": "vllm"}

@@ -352,19 +352,7 @@ def token_advantages(
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
     _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
     _apply[(tiles,)](
-        *fields,
-        entries,
-        seen,
-        sound,
-        reward,
-        advantage,
-        returns,
-        partials,
-        num_tokens,
-        num_sequences,
-        tiles,
-        *numbers,
-        **constants,
+        *fields, entries, seen, sound, reward, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers, **constants
     )
     _add[(1,)](partials, sound, moments, tiles, BLOCK=TILES_AT_ONCE)
     return reward, advantage, returns, moments

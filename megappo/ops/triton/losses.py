@@ -37,19 +37,7 @@ def _load(from_, at, inside, valid):
 
 
 @triton.jit
-def _policy_loss(
-    logprob,
-    old_logprob,
-    advantage,
-    weight,
-    gradient,
-    partials,
-    num_tokens,
-    low,
-    high,
-    dual,
-    BLOCK: tl.constexpr,
-):
+def _policy_loss(logprob, old_logprob, advantage, weight, gradient, partials, num_tokens, low, high, dual, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)

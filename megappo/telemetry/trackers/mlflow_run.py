@@ -18,11 +18,7 @@ from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, Tra
 
 URI = "MLFLOW_TRACKING_URI"
 # Defaults for the library: no reports to its makers, and an end to waiting for a server that is down.
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-}
+_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 # MLflow's names of the ends of a run.
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS = 100  # parameters that MLflow takes in one request

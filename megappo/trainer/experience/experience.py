@@ -153,11 +153,7 @@ class Experience:
 
 
 def rows_of(
-    batch: PackedBatch,
-    versions: tuple[Tensor, Tensor],
-    owner: int,
-    groups: Tensor | None = None,
-    previous: Tensor | None = None,
+    batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int, groups: Tensor | None = None, previous: Tensor | None = None
 ) -> SampleTable:
     """Return the table rows of a batch with response_mask and truncated, and with whole_mask and unfinished for partial rollouts.
     versions, groups, previous: as in `Experience.of_drawn`."""
