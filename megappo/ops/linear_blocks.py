@@ -1,7 +1,11 @@
 """Logits of hidden @ weight.T in blocks of tokens and columns, so that [T, Vl] logits never exist.
 `LinearLogits` computes a block's logits, statistics and gradient; `linear_stats.py` and `linear_loss.py` loop over the blocks.
 Logits are fp32 for weights of any type. bf16_logits rounds them to bf16 first, as an inference engine with a bf16 output layer
-does; the gradient passes straight through the rounding."""
+does; the gradient passes straight through the rounding.
+
+`kept` [T, K] int32 or int64 restricts them to the ids that a sampler with top-k or top-p could choose, the distribution that the
+tokens were drawn from: per target the ids of the whole vocabulary that the sampler kept; -1 is no entry, and a row of only -1 is
+not restricted. Every other logit is -inf: probability 0, gradient 0."""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megappo.ops.gemm import mm_wide, operand
-from megappo.ops.top_k_ids import restrict_
 from megappo.ops.vocab_stats import Upstream, compute_dtype
 
 # Logits of a block. CPU: 8 MB of fp32 stay near the cores between the product and the row operation (products of [1024 x 512 x
@@ -23,6 +26,7 @@ BLOCK_TOKENS = {"cpu": 1024, "cuda": 8192}
 BLOCK_WEIGHTS = 1 << 22
 # Rows of every product in invariant mode; fewer tokens are padded with zeros.
 INVARIANT_TOKENS = {"cpu": 128, "cuda": 1024}
+NO_ENTRY = -1
 
 
 def logits_dtype_of(weight: Tensor, bf16_logits: bool) -> torch.dtype:
@@ -46,6 +50,32 @@ def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
     return None if tensor is None else tensor[tokens]
 
 
+def check_top_k_ids(kept: Tensor | None, target: Tensor) -> None:
+    """Raise ValueError unless `kept` has a row of ids for each target."""
+    if kept is None:
+        return
+    if kept.dim() != 2 or kept.shape[0] != target.shape[0] or kept.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"kept {tuple(kept.shape)} {kept.dtype}: want int32 or int64 ids [{target.shape[0]}, K], a row for each target"
+        )
+
+
+def restrict_(logits: Tensor, kept: Tensor, vocab_start: int) -> Tensor:
+    """Set logits [T, V] to -inf, in place, at each column whose id (vocab_start + column) a restricted row does not list."""
+    num_columns = logits.shape[1]
+    if kept.shape[1] == 0 or num_columns == 0:
+        return logits
+    restricted = (kept != NO_ENTRY).any(1)
+    column = kept.long() - vocab_start
+    here = (column >= 0) & (column < num_columns)
+    # In bounds for gather and scatter; what was clamped is written as -inf, which changes no column.
+    column = column.clamp(0, num_columns - 1)
+    listed = logits.gather(1, column).masked_fill_(~here, -torch.inf)
+    logits.masked_fill_(restricted[:, None], -torch.inf)
+    # amax: an id of another shard, or none, writes -inf, which changes nothing; no [T, V] mask, no synchronisation with a GPU
+    return logits.scatter_reduce_(1, column, listed, "amax")
+
+
 class LinearLogits(NamedTuple):
     """Logits of hidden @ weight[:num_valid].T, and what is computed of them. Fields that are not named below: see `vocab_stats`."""
 
@@ -60,7 +90,7 @@ class LinearLogits(NamedTuple):
     row_inv_temp: Tensor | None
     ignore_index: int
     kept: Tensor | None
-    """See `top_k_ids.py`."""
+    """[T, K] ids that each row is restricted to, if any."""
     bf16_logits: bool
     invariant: bool = False
     """The bits of a row do not depend on the other rows or on T."""

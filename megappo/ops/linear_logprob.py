@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 import megappo.ops.linear_stats  # noqa: F401  registers torch.ops.megappo.linear_*
 from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.gemm import compute_dtype
-from megappo.ops.linear_blocks import LinearLogits
+from megappo.ops.linear_blocks import LinearLogits, check_top_k_ids
 from megappo.ops.linear_stats import backward_in_blocks
-from megappo.ops.top_k_ids import check_top_k_ids
 from megappo.ops.vocab_shard import VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
 from megappo.ops.vocab_stats import Upstream
 
@@ -49,7 +48,7 @@ class LinearOptions:
     """"bf16" rounds the logits to bf16 before temperature and softmax, as a bf16 inference engine does; the gradient passes
     straight through the rounding."""
     kept: Tensor | None = None
-    """[T, K] ids that each row's target was drawn from (`top_k_ids.py`); all other logits count as -inf."""
+    """[T, K] ids that each row's target was drawn from (`linear_blocks.py`); all other logits count as -inf."""
     into_main_grad: bool = False
     """Add the weight's gradient to its fp32 accumulator; see `main_grad_of`."""
     mode: Literal["fast", "invariant"] = "fast"

@@ -22,13 +22,18 @@ from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.evaluation import Evaluations, metrics_of
 from megappo.trainer.extras import Extra
+from megappo.trainer.kinds.dpo import Dpo
 from megappo.trainer.kinds.kind import Drawn, Kind, Share
-from megappo.trainer.kinds.table import KINDS
+from megappo.trainer.kinds.reward_model import RewardTraining
+from megappo.trainer.kinds.sft import Sft
 from megappo.trainer.prepare.supervised import SupervisedData
 from megappo.trainer.run import Run, StepLoop
 from megappo.trainer.step_totals import expert_metrics
 
 T = TypeVar("T")
+KINDS: dict[str, type[Kind[Any]]] = {"sft": Sft, "reward_model": RewardTraining, "dpo": Dpo}
+"""Kind -> its class. A new one needs an entry here, in `config.supervised.KINDS`, `prepare.supervised.READERS` and
+`commands.sft.COMMANDS`."""
 
 
 @dataclass(frozen=True)
