@@ -40,11 +40,38 @@ class Upstream(NamedTuple):
         return Upstream(lse[tokens], entropy[tokens], g_logprob[tokens], None if g_entropy is None else g_entropy[tokens])
 
 
+class Softmax(NamedTuple):
+    """Columns of a shard, their temperature, and the rows without a target."""
+
+    vocab_start: int
+    """Id, in the whole vocabulary, of the first column."""
+    num_valid: int
+    """Columns that are vocabulary entries, from the first; the rest is padding."""
+    inv_temp: float
+    """1/temperature of all rows, replaced by row_inv_temp [T] if given."""
+    row_inv_temp: Tensor | None
+    ignore_index: int
+    """Target of a row without one."""
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Scale logits to x [T, num_valid] in the compute type. May be a view of `logits`, so callers never write into it."""
+        x = logits[:, : self.num_valid].to(compute_dtype(logits.dtype))
+        if self.row_inv_temp is not None:
+            return x * self.row_inv_temp.to(x.dtype)[:, None]
+        return x if self.inv_temp == 1.0 else x * self.inv_temp
+
+    def columns_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Find (owned [T] bool, column [T] int64) of targets, columns clamped so that a gather stays in bounds."""
+        local = target - self.vocab_start
+        owned = (local >= 0) & (local < self.num_valid) & (target != self.ignore_index)
+        return owned, local.clamp(0, max(self.num_valid - 1, 0))
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)  # fp32 for half types and fp32, fp64 for fp64
 
 
-def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Tensor | None) -> None:
+def check_arguments(logits: Tensor, target: Tensor, softmax: Softmax, **per_token: Tensor | None) -> None:
     """Raise ValueError for arguments with which the kernels would read out of bounds or misread a type."""
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
@@ -52,9 +79,9 @@ def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token:
         raise ValueError(f"logits are {logits.dtype}: want fp32, bf16 or fp16")
     if target.dtype != torch.int64:
         raise ValueError(f"target is {target.dtype}: want int64, as target.long() gives")
-    if not 0 <= num_valid <= logits.shape[1]:
-        raise ValueError(f"num_valid {num_valid} is not within the {logits.shape[1]} columns of this shard")
-    for name, x in {"target": target, **per_token}.items():
+    if not 0 <= softmax.num_valid <= logits.shape[1]:
+        raise ValueError(f"num_valid {softmax.num_valid} is not within the {logits.shape[1]} columns of this shard")
+    for name, x in {"target": target, "row_inv_temp": softmax.row_inv_temp, **per_token}.items():
         if x is not None and x.shape != target.shape:
             raise ValueError(f"{name} {tuple(x.shape)} is not one value for each of {target.numel()} tokens")
         if x is not None and x.device != logits.device:
@@ -81,44 +108,19 @@ def check_out(logits: Tensor, out: Tensor) -> None:
     check_overwritable(out)
 
 
-def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tensor | None) -> Tensor:
-    """Scale logits to x [T, num_valid] in the compute type. May be a view of `logits`, so callers never write into it."""
-    x = logits[:, :num_valid].to(compute_dtype(logits.dtype))
-    if row_inv_temp is not None:
-        return x * row_inv_temp.to(x.dtype)[:, None]
-    return x if inv_temp == 1.0 else x * inv_temp
-
-
-def _local_target(target: Tensor, vocab_start: int, num_valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Find (owned [T] bool, column [T] int64) of targets, columns clamped so that a gather stays in bounds."""
-    local = target - vocab_start
-    owned = (local >= 0) & (local < num_valid) & (target != ignore_index)
-    return owned, local.clamp(0, max(num_valid - 1, 0))
-
-
 @op
-def vocab_stats(
-    logits: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    want_entropy: bool,
-) -> Tensor:
+def vocab_stats(logits: Tensor, target: Tensor, softmax: Softmax, want_entropy: bool) -> Tensor:
     """Compute the statistic [T, 4] (m, s, t, z_y) of one vocabulary shard.
 
-    logits: [T, Vl], columns from `num_valid` on are padding. target: [T] int64, ids of the whole vocabulary; this shard owns
-    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] if given. want_entropy
-    false leaves t at 0. An empty or all -inf shard and an ignored target have m = z_y = -inf, s = t = 0.
+    logits: [T, Vl]. target: [T] int64, ids of the whole vocabulary. want_entropy: False leaves t at 0. An empty or all -inf shard
+    and an ignored target have m = z_y = -inf, s = t = 0.
     """
-    check_arguments(logits, target, num_valid, row_inv_temp=row_inv_temp)
+    check_arguments(logits, target, softmax)
     stats = torch.zeros(logits.shape[0], 4, dtype=compute_dtype(logits.dtype), device=logits.device)
-    if num_valid == 0:
+    if softmax.num_valid == 0:
         stats[:, 0::3] = -torch.inf
         return stats
-    x = _scaled(logits, num_valid, inv_temp, row_inv_temp)
+    x = softmax.scaled(logits)
     m = x.amax(1)
     # m = -inf if all columns are -inf: subtract 0 then, as -inf - -inf is NaN
     shift = x - m.masked_fill(m == -torch.inf, 0.0)[:, None]
@@ -129,9 +131,9 @@ def vocab_stats(
     stats[:, 1] = e.sum(1).masked_fill(m == -torch.inf, 0.0)
     if want_entropy:
         stats[:, 2] = e.mul_(shift).sum(1).masked_fill(m == -torch.inf, 0.0)
-    owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
+    owned, column = softmax.columns_of(target)
     stats[:, 3] = x.gather(1, column[:, None]).squeeze(1).masked_fill(~owned, -torch.inf)
-    ignored = (target == ignore_index)[:, None]
+    ignored = (target == softmax.ignore_index)[:, None]
     stats[:, 0::3].masked_fill_(ignored, -torch.inf)
     stats[:, 1:3].masked_fill_(ignored, 0.0)
     return stats
@@ -168,29 +170,21 @@ def _(gathered, target, ignore_index):
     return tuple(gathered.new_empty(gathered.shape[1]) for _ in range(3))
 
 
-def _vocab_logits_backward(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> Tensor:
+def _vocab_logits_backward(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax) -> Tensor:
     """Gradient of this shard's logits, [T, Vl] in their dtype. Needs no collective.
     dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). Padding columns, ignored
     rows and rows without an upstream gradient are exactly 0."""
     lse, entropy, g_logprob, g_entropy = upstream
-    check_arguments(logits, target, num_valid, **upstream._asdict(), row_inv_temp=row_inv_temp)
+    check_arguments(logits, target, softmax, **upstream._asdict())
+    num_valid, row_inv_temp = softmax.num_valid, softmax.row_inv_temp
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]
+    log_p = softmax.scaled(logits) - lse[:, None]
     if g_entropy is not None:  # a -inf column: p * (log p + H) must be 0, not 0 * -inf
         log_p.clamp_(min=EXPONENT_FLOOR)
-    scale = inv_temp if row_inv_temp is None else row_inv_temp.to(log_p.dtype)
+    scale = softmax.inv_temp if row_inv_temp is None else row_inv_temp.to(log_p.dtype)
     g = (g_logprob.to(log_p.dtype) * scale)[:, None]
-    owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
+    owned, column = softmax.columns_of(target)
     column = column[:, None]
     log_p_y = log_p.gather(1, column)
     at_target = -g * log_p_y.expm1()  # 1 - p: rounding p first loses 20 % at p = 0.99 in bf16
@@ -206,7 +200,7 @@ def _vocab_logits_backward(
     # A column that another shard owns was clamped to one of ours, which keeps its value.
     grad.scatter_(1, column, torch.where(owned[:, None], at_target, grad.gather(1, column)))
     unused = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
-    grad.masked_fill_((unused | (target == ignore_index))[:, None], 0.0)
+    grad.masked_fill_((unused | (target == softmax.ignore_index))[:, None], 0.0)
     if num_valid == logits.shape[1]:
         return grad.to(logits.dtype)
     out = torch.zeros_like(logits, memory_format=torch.contiguous_format)
@@ -223,20 +217,11 @@ def _(logits, *_):
 
 
 @mutating_op("logits")
-def vocab_logits_backward_(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> None:
+def vocab_logits_backward_(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax) -> None:
     """Compute `vocab_logits_backward` in place over `logits`, which the caller owns and no longer needs; same bits.
     The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap, else ValueError."""
     check_overwritable(logits)
-    logits.copy_(_vocab_logits_backward(logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index))
+    logits.copy_(_vocab_logits_backward(logits, target, upstream, softmax))
 
 
 @vocab_logits_backward_.register_fake
@@ -245,23 +230,12 @@ def _(*_):
 
 
 @op_around("vocab_logits_backward", "out")
-def vocab_logits_backward_into(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    out: Tensor,
-) -> None:
+def vocab_logits_backward_into(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax, out: Tensor) -> None:
     """Compute `vocab_logits_backward` into `out` [T, Vl], rounded to its type: that of the logits or, where they are fp32, a half
     type, so that the gradient in fp32 never goes through memory. ValueError for an `out` of another shape, type or with columns
     that are not adjacent."""
     check_out(logits, out)
-    rest = vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
-    out.copy_(torch.ops.megappo.vocab_logits_backward(logits, target, *upstream, *rest))
+    out.copy_(torch.ops.megappo.vocab_logits_backward(logits, target, *upstream, *softmax))
 
 
 @vocab_logits_backward_into.register_fake

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.vocab_stats import EXPONENT_FLOOR, Upstream, check_arguments, check_gathered, check_out, check_overwritable
+from megappo.ops.vocab_stats import (
+    EXPONENT_FLOOR,
+    Softmax,
+    Upstream,
+    check_arguments,
+    check_gathered,
+    check_out,
+    check_overwritable,
+)
 
 SEGMENT = 32768  # columns
 LANES, ROWS = 1024, 4  # tile of a program
@@ -201,18 +209,10 @@ def _floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-def vocab_stats(
-    logits: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    want_entropy: bool,
-) -> Tensor:
+def vocab_stats(logits: Tensor, target: Tensor, softmax: Softmax, want_entropy: bool) -> Tensor:
     """See `megappo.ops.vocab_stats.vocab_stats`."""
-    check_arguments(logits, target, num_valid, row_inv_temp=row_inv_temp)
+    check_arguments(logits, target, softmax)
+    vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index = softmax
     num_tokens = logits.shape[0]
     count = triton.cdiv(num_valid, SEGMENT)
     out = logits.new_empty((num_tokens, 4), dtype=torch.float32)
@@ -266,18 +266,9 @@ def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tu
     return logprob, entropy, lse
 
 
-def _backward_into(
-    out: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> None:
-    check_arguments(logits, target, num_valid, **upstream._asdict(), row_inv_temp=row_inv_temp)
+def _backward_into(out: Tensor, logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax) -> None:
+    check_arguments(logits, target, softmax, **upstream._asdict())
+    vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index = softmax
     num_tokens, num_columns = logits.shape
     if num_tokens == 0 or num_columns == 0:
         return
@@ -304,48 +295,20 @@ def _backward_into(
     )
 
 
-def vocab_logits_backward(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> Tensor:
+def vocab_logits_backward(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax) -> Tensor:
     """See `megappo.ops.vocab_stats.vocab_logits_backward`."""
     out = logits.new_empty(logits.shape)
-    _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
+    _backward_into(out, logits, target, upstream, softmax)
     return out
 
 
-def vocab_logits_backward_(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> None:
+def vocab_logits_backward_(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_`."""
     check_overwritable(logits)
-    _backward_into(logits, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
+    _backward_into(logits, logits, target, upstream, softmax)
 
 
-def vocab_logits_backward_into(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Upstream,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    out: Tensor,
-) -> None:
+def vocab_logits_backward_into(logits: Tensor, target: Tensor, upstream: Upstream, softmax: Softmax, out: Tensor) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_into`."""
     check_out(logits, out)
-    _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
+    _backward_into(out, logits, target, upstream, softmax)
