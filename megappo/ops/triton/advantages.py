@@ -89,9 +89,10 @@ def _kl(log_ratio, KIND: tl.constexpr):
 
 
 @triton.jit
-def _token(fields, at, inside, kl_coef, KIND: tl.constexpr):
+def _token(batch, options, at, inside, kl_coef, KIND: tl.constexpr):
     """Load (sampled, step, reward, value) of each token; fp64, 0 if it was not sampled, and value 0 if it is no step."""
-    logprob, ref_logprob, _, value, mask, _, _, _, _, token_reward, steps, _, _ = fields
+    logprob, ref_logprob, _, value, mask, _, _ = batch
+    _, _, token_reward, steps, _, _ = options
     sampled = tl.load(mask + at, mask=inside, other=0) != 0
     step = sampled
     if steps is not None:
@@ -110,10 +111,11 @@ def _token(fields, at, inside, kl_coef, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scan_tile(fields, num_tokens, num_sequences, numbers, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _scan_tile(batch, options, num_tokens, num_sequences, numbers, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Scan this program's tile: (a, c, a2, c2, flags) from each slot to its right edge, and the slots' sequences.
-    fields, numbers: parameters of `_maps` up to trace, and from gamma to kl_coef."""
-    _, _, score, _, _, cu_seqlens, bootstrap, policy_each, critic_each, _, steps, weight, trace = fields
+    batch, options, numbers: parameters of `_maps`, in their order."""
+    _, _, score, _, _, cu_seqlens, bootstrap = batch
+    policy_each, critic_each, _, steps, weight, trace = options
     gamma, lam_policy, lam_value, kl_coef = numbers
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
@@ -123,7 +125,7 @@ def _scan_tile(fields, num_tokens, num_sequences, numbers, KIND: tl.constexpr, B
         cu_seqlens, at, inside, _search(cu_seqlens, first, num_sequences), _search(cu_seqlens, last, num_sequences)
     )
     of_next = at + 1
-    sampled, step, r, v = _token(fields, of_next, of_next < num_tokens, kl_coef, KIND)
+    sampled, step, r, v = _token(batch, options, of_next, of_next < num_tokens, kl_coef, KIND)
     u, after = r - v, gamma * v
     decay = tl.zeros_like(v) + gamma
     decay2 = decay
@@ -189,9 +191,9 @@ def _maps(
     tile = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     batch = (logprob, ref_logprob, score, value, mask, cu_seqlens, bootstrap)
-    fields = batch + (policy_each, critic_each, token_reward, steps, weight, trace)
+    options = (policy_each, critic_each, token_reward, steps, weight, trace)
     numbers = (gamma, lam_policy, lam_value, kl_coef)
-    a, c, a2, c2, flags, _ = _scan_tile(fields, num_tokens, num_sequences, numbers, KIND, BLOCK)
+    a, c, a2, c2, flags, _ = _scan_tile(batch, options, num_tokens, num_sequences, numbers, KIND, BLOCK)
     tl.store(maps + tile, _first(a, slot))
     tl.store(maps + num_tiles + tile, _first(c, slot))
     tl.store(maps + 2 * num_tiles + tile, _first(a2, slot))
@@ -279,13 +281,13 @@ def _apply(
 ):
     tile = tl.program_id(0).to(tl.int64)
     batch = (logprob, ref_logprob, score, value, mask, cu_seqlens, bootstrap)
-    fields = batch + (policy_each, critic_each, token_reward, steps, weight, trace)
+    options = (policy_each, critic_each, token_reward, steps, weight, trace)
     numbers = (gamma, lam_policy, lam_value, kl_coef)
-    a, c, a2, c2, flags, sequence = _scan_tile(fields, num_tokens, num_sequences, numbers, KIND, BLOCK)
+    a, c, a2, c2, flags, sequence = _scan_tile(batch, options, num_tokens, num_sequences, numbers, KIND, BLOCK)
     # Slot t of the scan has the map of token t + 1; here each token's own reward and value.
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
-    sampled, step, r, v = _token(fields, at, inside, kl_coef, KIND)
+    sampled, step, r, v = _token(batch, options, at, inside, kl_coef, KIND)
     cut = (flags & CUT) != 0
     x = tl.where(cut, c, a * tl.load(entries + tile) + c)
     x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
