@@ -18,7 +18,7 @@ from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS
 from megappo.trainer.extras import draw_samples, trajectories_of
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.experiences import dealt
-from tests.trainer.test_report import PROMPTS, changed, record
+from tests.trainer.test_step_record import PROMPTS, changed, record
 
 
 @pytest.fixture(scope="module")
