@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ from megappo.rollout.vllm_engine import VllmEngine
 from megappo.runtime.ending import StopRequest
 from megappo.trainer import main, rollout_side
 from megappo.trainer.training_side import TrainingSide
+from tests.models.vision_cases import write_questions, write_vision_checkpoint
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 
 TRAINING, WORLD = 2, 3
@@ -81,6 +83,8 @@ def write_task(folder: Path) -> None:
     write_small_task(folder)
     (folder / "mine.py").write_text(REWARD)
     (folder / "play.py").write_text(ENVIRONMENT)
+    write_vision_checkpoint(folder / "qwen3_vl", "qwen3_vl")
+    write_questions(folder)
 
 
 def by_scores(folder: Path, name: str, staleness: int | None, steps: int) -> dict[str, Any]:
@@ -127,6 +131,25 @@ def in_environment(folder: Path, name: str, staleness: int | None, steps: int, *
     rewards = {"parts": [judge, {"name": "has_eos"}], "max_without_verdict": 0.6}
     changes = {"rollout.environment": environment, "reward": rewards, "trainer.steps": steps}
     return config_of(folder, name, staleness, **changes)
+
+
+def seeing(folder: Path, name: str, staleness: int, steps: int) -> dict[str, Any]:
+    """A run of several turns, which letters end, after prompts with images, whose towers train."""
+    config = in_environment(folder, name, staleness, steps)
+    for section, key in (
+        ("data", "tokenizer"),
+        ("data", "eval"),
+        ("data", "eval_prompts"),
+        *(("checkpoint", one) for one in _SAVED),
+    ):
+        config[section].pop(key, None)
+    changes = {"policy.model": str(folder / "qwen3_vl"), "data.train": str(folder / "questions.jsonl"), "data.image_key": "images"}
+    sizes = {"data.max_prompt_tokens": 64, "data.prompts_per_step": 4, "telemetry.trajectories_per_step": 8}
+    lengths = {"trainer": {"steps": steps}, "checkpoint.save_every": 0, "rollout.stop": list(string.ascii_letters)}
+    return set_keys(config, {**changes, **sizes, **lengths})
+
+
+_SAVED = ("keep_last", "asynchronous")  # keys of checkpoints, of which it makes none
 
 
 @contextmanager

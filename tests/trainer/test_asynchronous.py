@@ -35,6 +35,7 @@ from tests.trainer.asynchronous_runs import (
     run,
     run_synchronous,
     run_until_killed,
+    seeing,
     stopping_after,
     warmer_from,
     with_cursor_only,
@@ -113,6 +114,7 @@ def run_in_environment(rank: int, folder: Path) -> dict[str, str]:
         run(rank, in_environment(folder, "turns_k0", 0, OF_KIND["turns"]))
     with only_when_waited_for():
         run(rank, in_environment(folder, "turns_k2", STALENESS, TURNS, workers=2, timeout_s=20.0))
+        run(rank, seeing(folder, "seeing_k1", 1, 3))
     return {"fault": ended_by(lambda: run(rank, in_environment(folder, "fault", STALENESS, TURNS, args={"fails": True})))}
 
 
@@ -179,6 +181,16 @@ def test_turns_are_cut_by_pushes_and_their_verdicts_are_logged(task: tuple[Path,
     for one in found[:2]:
         assert one["fault"].startswith("EnvironmentFault: rank 2 of the rollout half: environment ")
         assert "play raised ValueError: no tool" in one["fault"] and "turn 0 of sample" in one["fault"]
+
+
+def test_images_are_seen_by_the_rollout_half_after_every_push(task: tuple[Path, Any]) -> None:
+    """Requests of several turns are cut by pushes of changed towers, and go on with features of the new ones."""
+    rows = lines_of(task[0] / "seeing_k1" / "metrics.jsonl")
+    assert len(rows) == 3 and max(row["rollout/token_age_max"] for row in rows) == 1
+    assert sum(row["rollout/requests_cut"] for row in rows) > 0 and max(row["rollout/turns_mean"] for row in rows) > 1.2
+    assert all(row["rollout/canary_prob_diff_max"] < 5 * NOISE for row in rows[1:])
+    shown = [len(one["images"]) for one in samples_of(task[0] / "seeing_k1").values()]
+    assert len(shown) == 3 * 8 and set(shown) == {0, 1, 2}
 
 
 def test_ages_reach_the_bound_and_pushes_find_responses_half_drawn(task: tuple[Path, Any]) -> None:

@@ -56,9 +56,11 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
     if not isinstance(config.data, DataConfig | PicturedDataConfig) or (key := config.data.image_key) is None:
         return
     if isinstance(config, TrainConfig):
+        environment = config.rollout.environment
+        compaction = None if environment is None else environment.compaction
+        keeps = compaction is not None and compaction.keep_first is not None
         beside = (
-            (config.rollout.environment is not None, "rollout.environment"),
-            (config.rollout.max_staleness is not None, "rollout.max_staleness"),
+            (keeps, "rollout.environment.compaction.keep_first, which may cut one,"),
             (reads_trajectories(config), "critic.warmup.trajectories, whose files hold no pixels,"),
             (any(map(uses_model, rewards_of(config))), "a reward model, which reads text,"),
         )

@@ -18,6 +18,8 @@ from megappo.trainer.prepare.data import load_run_data
 from tests.models.checkpoints import write_checkpoint
 from tests.models.vision_cases import write_questions, write_vision_checkpoint
 
+COMPACTION = {"max_tokens": 66, "keep_first": 8, "keep_last": 8}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -84,7 +86,10 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
             "critic.parallel.pp = 4: the first stage has 1 layers, and features of images enter the first 2",
         ),
         ({"data__image_key": None, "data__max_image_pixels": 4096}, "data.max_image_pixels.*data.image_key is not set"),
-        ({"rollout__environment": {"path": "game.py", "function": "step"}}, "images with rollout.environment are not there"),
+        (
+            {"rollout__environment": {"path": "game.py", "function": "step", "max_turns": 2, "compaction": COMPACTION}},
+            "images with rollout.environment.compaction.keep_first, which may cut one, are not there",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
