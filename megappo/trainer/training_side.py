@@ -64,7 +64,8 @@ class TrainingSide:
         record.agreement = compare_with_sampler(experience.batch, self._sampling, num_not_finite(experience))
         if record.agreement.num_bad:
             require_finite_outputs(experience, self.roles.shares, sampler, step)
-        age = int(experience.table.ages(step).max())
+        # Weights before and after a step of the critic's warm-up are the same: until then age does not count.
+        age = 0 if self._steps.warm_up(step - 1) else int(experience.table.ages(step).max())
         require_agreement(record.agreement, self._config.rollout.max_prob_diff, step, sampler, age)
 
     def add_advantages(self, record: StepRecord) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megappo.config.layout_checks import only_pretrains, trained_sections
 from megappo.config.loading import validated
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.config.run_sections import TrainerConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, TrainConfig
+from megappo.trainer import training_side
 from megappo.trainer.run import Steps
+from megappo.trainer.sampler_check import Agreement, SamplerMismatch
 from megappo.trainer.state import TrainerState
 
 
@@ -61,3 +66,23 @@ def test_a_run_that_is_warm_up_alone_ends_with_it():
     assert not only_pretrains(longer) and list(trained_sections(longer)) == ["policy", "critic"]
     assert Steps(longer, TrainerState(warmup_ended=2), 6).last == 6
     assert not only_pretrains(config_of(steps=None, warmup={"steps": 5})), "the number of steps depends on the data"
+
+
+def test_until_the_policy_has_trained_its_sampler_is_judged_by_tokens_of_any_age(monkeypatch):
+    """Of weights one step old, which differ from the newest from step 4 on, the second after the warm-up."""
+    table: Any = SimpleNamespace(ages=lambda step: torch.tensor([1]))
+    experience: Any = SimpleNamespace(to=lambda device: experience, table=table, batch=None)
+    monkeypatch.setattr(training_side, "add_model_outputs", lambda given, roles: given)
+    monkeypatch.setattr(training_side, "compare_with_sampler", lambda *_: Agreement(0.5, 0.5))
+    monkeypatch.setattr(training_side, "num_not_finite", lambda given: 0)
+    config = config_of(warmup={"steps": 2})
+    side: Any = SimpleNamespace(_config=config, _steps=Steps(config, TrainerState(), 10), _device=None, roles=None, _sampling=None)
+
+    def judge(step: int) -> None:
+        record: Any = SimpleNamespace(step=step, rollout=SimpleNamespace(sampler="vllm"), experience=experience)
+        training_side.TrainingSide.add_logprobs(side, record)
+
+    for step in (2, 3):
+        with pytest.raises(SamplerMismatch, match=f"step {step}: "):
+            judge(step)
+    judge(4)
