@@ -520,13 +520,6 @@ def test_the_placement_that_the_mistakes_are_made_in_works(tmp_path, capsys):
     assert code == 0 and "critic: on ranks 2-3" in out, err
 
 
-def test_a_replay_of_a_run_without_its_log_is_refused(tmp_path, capsys):
-    roles = [f"{role}.ranks=0-1" for role in ("policy", "critic", "reference")]
-    halves = ["run.num_ranks=3", "rollout.ranks=2", "rollout.max_staleness=0", "run.name=again", *roles]
-    said = [f"--replay {tmp_path / 'gone'}: ", "replica-0.log is no event log: [Errno 2] No such file"]
-    assert_refused(capsys, tmp_path, said, "train", write_run(tmp_path), *halves, "--replay", tmp_path / "gone")
-
-
 def test_a_data_set_is_refused_with_its_reason_where_there_is_no_network(tmp_path, capsys, monkeypatch):
     import datasets
 

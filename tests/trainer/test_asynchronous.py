@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.reliability.compare import compare, compare_samples
+from megappo.commands import cli
 from megappo.commands.plan.report import in_flight_bytes
 from megappo.commands.plan.run import plan_run
 from megappo.config.errors import ConfigError
@@ -318,7 +319,9 @@ def test_what_does_not_fit_is_refused_in_one_line_on_every_rank(task: tuple[Path
         assert "rollout.max_staleness = 1, and the responses of 2 steps have begun; set it to 2" in one["smaller"]
 
 
-def test_a_replay_is_held_to_its_log_before_ranks_are_started(task: tuple[Path, Any]) -> None:
+def test_a_replay_is_held_to_its_log_before_ranks_are_started(
+    task: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = task[0] / "k2"
     config = load_config(str(old / "config.yaml"), [])
     data: Any = plan_run(config, WORLD, "cpu", resume=True).data
@@ -326,6 +329,11 @@ def test_a_replay_is_held_to_its_log_before_ranks_are_started(task: tuple[Path, 
     other = load_config(str(old / "config.yaml"), ["rollout.cache_after_push=keep"])
     with pytest.raises(ConfigError, match=f"--replay {old}: .* is of a run with rollout.cache_after_push = recompute, not keep; "):
         check_replay(other, data, old, WORLD)
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["train", str(old / "config.yaml"), "run.name=again", "--replay", str(task[0] / "gone")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"megappo: --replay {task[0] / 'gone'}: ") and "replica-0.log is no event log: " in said
+    assert said.count("\n") == 1 and not (task[0] / "again").exists()
 
 
 def test_a_failure_of_either_half_names_rank_and_half(task: tuple[Path, Any]) -> None:
