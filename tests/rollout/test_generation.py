@@ -30,12 +30,12 @@ from tests.rollout.responses import gather_responses, generate_all, plain
 from tests.worlds import spawn_world
 
 RANKS = 2
-COUNT = 13
+COUNT = 11
 MAX_RUNNING = 4
 # Some of the 131 ids end a response, so that responses end at different steps; the longest outgrow a collector's first rows.
-PLAIN = SamplingParams(max_tokens=90, temperature=0.9, stop_token_ids=(17, 42, 99))
-KEPT = dataclasses.replace(PLAIN, max_tokens=20, top_k=6, top_p=0.9, record_top_k_ids=True)
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+PLAIN = SamplingParams(max_tokens=70, temperature=0.9, stop_token_ids=(17, 42, 99))
+KEPT = dataclasses.replace(PLAIN, max_tokens=12, top_k=6, top_p=0.9, record_top_k_ids=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 UNENDING = SamplingParams(max_tokens=6)  # ranks that draw other tokens end together all the same
 SAMPLINGS = {"plain": PLAIN, "kept": KEPT, "greedy": GREEDY}
 
