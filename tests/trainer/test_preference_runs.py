@@ -1,5 +1,5 @@
-"""Runs that learn from preferences on two ranks: every loss in two layouts, a reward model in five, both resumed to the bit after a
-SIGKILL; against transformers' log-probs and scores; and a reward model of one layout that serves PPO in another."""
+"""Runs that learn from preferences on two ranks: every loss in two layouts, a reward model in five, every kind resumed to the bit after
+a SIGKILL; against transformers' log-probs and scores; and a reward model of one layout that serves PPO in another."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from megappo.data.tokenizers import load_tokenizer
+from megappo.rollout.vllm_process import EngineState, vllm_running
 from megappo.trainer.kinds import reference
 from megappo.trainer.kinds.kind import Drawn
 from megappo.trainer.supervised import Supervised
@@ -61,11 +62,13 @@ RANKED = {
     "role.value_head": "normal",
 }
 LISTS = {"data.responses_key": "responses", "data.train": "lists", "data.eval": "lists"}
+EXPERTS: dict[str, dict[str, Any]] = {"dpo": {}, "reward_model": {}, "sft": {"data.response_key": "chosen"}}
 SAVED = {"checkpoint.save_every": 2, "checkpoint.asynchronous": False, "trainer.steps": 3}
 # Of the runs that are killed in their third step, and resumed: kind and keys.
 KILLED: dict[str, tuple[str, dict[str, Any]]] = {
     "whole": ("dpo", {**SAVED, "policy.lora.rank": 2}),
     "ranked_tp": ("reward_model", {**SAVED, **RANKED, **LAYOUTS["tp"]}),
+    "tuned": ("sft", {**SAVED, **EXPERTS["sft"], **LAYOUTS["pp"]}),
 }
 
 
@@ -77,9 +80,14 @@ def configs(folder: Path) -> Iterator[tuple[dict[str, Any], bool]]:
     for loss, keys in LOSSES.items():
         yield config("dpo", f"{loss}_dp", **keys), False
         yield config("dpo", f"{loss}_other", **keys, **OTHER[loss]), False
-    for kind in ("dpo", "reward_model"):
+    for kind in EXPERTS:
         for layout in ("dp", "ep"):
-            keys = {"role.model": str(folder / "experts"), "trainer.steps": 2, "role.parallel.ep": 2 if layout == "ep" else 1}
+            keys = {
+                **EXPERTS[kind],
+                "role.model": str(folder / "experts"),
+                "trainer.steps": 2,
+                "role.parallel.ep": 2 if layout == "ep" else 1,
+            }
             yield config(kind, f"{kind}_experts_{layout}", **keys), False
     for layout, keys in LAYOUTS.items():
         saved = {**SAVED, "checkpoint.export_at_end": True} if layout == "tp" else {}
@@ -87,6 +95,8 @@ def configs(folder: Path) -> Iterator[tuple[dict[str, Any], bool]]:
     yield config("reward_model", "lists_dp", **LISTS), False
     yield config("reward_model", "lists_pp", **LISTS, **LAYOUTS["pp"]), False
     yield config("dpo", "whole", **SAVED, **{"policy.lora.rank": 2}), False
+    kind, keys = KILLED["tuned"]
+    yield config(kind, "tuned", **keys), False
     exported = {"role.model": str(folder / "runs" / "ranked_tp" / "export"), "role.value_head": "checkpoint", "trainer.steps": 1}
     yield config("reward_model", "again", **RANKED | exported), False
 
@@ -134,7 +144,7 @@ def task(tmp_path_factory) -> Path:
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
     """Figures of a row of metrics that no layout and no clock changes; None, which JSON has for nan, as nan."""
-    chosen = {key: value for key, value in row.items() if key.split("/")[0] in ("dpo", "reward_model", "eval")}
+    chosen = {key: value for key, value in row.items() if key.split("/")[0] in ("dpo", "reward_model", "sft", "eval")}
     return {key: math.nan if value is None else value for key, value in chosen.items()}
 
 
@@ -166,7 +176,7 @@ def test_lists_have_the_same_numbers_in_two_layouts(task: Path) -> None:
     assert rows(task, "lists_dp")[-1]["eval/loss"] < rows(task, "lists_dp")[0]["eval/loss"]
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_over_ranks_have_the_same_numbers(task: Path, kind: str) -> None:
     check_same(rows(task, f"{kind}_experts_dp"), rows(task, f"{kind}_experts_ep"))
 
@@ -238,6 +248,27 @@ def test_the_export_gives_the_scores_in_transformers(task: Path) -> None:
     again = rows(task, "again")[0]
     for name in ("eval/loss", "eval/margin", "eval/score_mean", "eval/calibration_error"):
         assert again[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
+
+
+def scores_in_vllm(rank: int, export: Path, prompts: list[list[int]]) -> list[float]:
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    with vllm_running(EngineState(torch.device("cpu")), own):
+        from vllm import LLM, PoolingParams
+
+        llm = LLM(str(export), runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=16)
+        params = PoolingParams(task="classify", use_activation=False)
+        read = llm.encode([{"prompt_token_ids": ids} for ids in prompts], params, pooling_task="classify", use_tqdm=False)
+        return [float(one.outputs.data) for one in read]
+
+
+def test_the_export_gives_the_scores_in_vllm(task: Path) -> None:
+    export = task / "runs" / "ranked_tp" / "export"
+    tokenizer = load_tokenizer(export)
+    prompts = [tokenizer.encode_prompt(one["prompt"] + one[side]) for one in pairs(task) for side in ("chosen", "rejected")]
+    (ours,) = spawn_world(scores_in_vllm, 1, export, prompts)
+    theirs = sum(scores_of_export(task), [])
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6) and len(set(theirs)) > len(theirs) / 2
+    assert ours[1:] != pytest.approx(theirs[:-1], rel=1e-2)
 
 
 def test_the_reward_model_serves_ppo_in_another_layout(task: Path) -> None:
