@@ -14,7 +14,7 @@ from megappo.commands.runs.read import read_rows
 from megappo.commands.tune.candidates import Choice, Machine
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.parts import by_stage, parts_of
-from megappo.commands.tune.report import assumptions, step_lines
+from megappo.commands.tune.report import assumptions, overlap_lines, step_lines
 from megappo.commands.tune.search import Search
 from megappo.config.errors import ConfigError
 from megappo.telemetry.hardware import Hardware
@@ -73,7 +73,8 @@ def written_facts(choice: Choice) -> dict[str, Any]:
 
 
 def lines_of_plan(plan: Plan, hardware: Hardware, unpassed: frozenset[str]) -> list[str]:
-    """The step of a planned run in a few lines; responses, or examples, are all as long as allowed. unpassed: see `Workload`."""
+    """The step of a planned run in a few lines, and the smallest max_staleness that reaches the floor of an asynchronous one;
+    responses, or examples, are all as long as allowed. unpassed: see `Workload`."""
     if not plan.samples and not plan.is_supervised:
         return ["unknown: the model of a step has a policy that samples, or examples"]
     machine = Machine(plan.world_size, hardware)
@@ -85,4 +86,5 @@ def lines_of_plan(plan: Plan, hardware: Hardware, unpassed: frozenset[str]) -> l
         else f"{part.name} unknown"
         for part in parts_of(choice)
     )
-    return textwrap.wrap(f"about {figures(choice.total_s)} s a step: {', '.join(said)}", 110, break_on_hyphens=False)
+    sentences = [f"about {figures(choice.total_s)} s a step: {', '.join(said)}", *map(str.strip, overlap_lines(choice))]
+    return [line for one in sentences for line in textwrap.wrap(one, 110, break_on_hyphens=False)]
