@@ -187,8 +187,10 @@ def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piec
     # Only the first rank holds constants.
     start, stop = rows_of_rank(entries, 1 if parameter.constant else ranks, rank)
     rows, cols = shape_as_2d(parameter.shape)
-    each = rows // entries  # rows of an entry of the first dimension: of an expert
-    return _cut(parameter, start * each, stop * each, cols, each if each > 1 else rows)
+    each = rows // entries  # rows of an entry of the first dimension
+    # Stacked experts are read one by one. A convolution has three dimensions too, over one row, or five: it is read as a whole.
+    of_experts = len(parameter.shape) == 3 and each > 1
+    return _cut(parameter, start * each, stop * each, cols, each if of_experts else rows)
 
 
 def _cut(parameter: OwnParameter, first: int, last: int, cols: int, slot_rows: int) -> Iterable[Piece]:
