@@ -1,5 +1,5 @@
-"""Runs that learn from preferences on two ranks: every loss in two layouts, a reward model in five, every kind resumed to the bit after
-a SIGKILL; against transformers' log-probs and scores; and a reward model of one layout that serves PPO in another."""
+"""Runs that learn from preferences on two ranks: every loss in two layouts, a reward model in five, every kind resumed to the bit
+after a SIGKILL; against transformers' log-probs and scores; and a reward model of one layout that serves PPO in another."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
 from megappo.runtime import ending
 from megappo.runtime.ending import read_end
-from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, first_failure, note_lost
+from megappo.runtime.failure import ATTEMPT_DIR, SPARE_RANKS, end_of_lost, first_failure, note_lost
 from tests.listening import listeners
 
 ROOT = Path(__file__).parents[3]
@@ -109,6 +109,14 @@ def test_a_spare_rank_may_be_killed_and_may_not_fail(world, word) -> None:
     (here.folder / SPARE_RANKS).write_text("1 2")
     end, _ = here.run()
     assert (end.code, end.failure is None) == ((0, True) if word == "kill" else (1, False))
+
+
+def test_the_other_rank_of_a_lost_replica_is_ended_though_it_waits_for_ever(world) -> None:
+    here = world("sleep kill")
+    (here.folder / SPARE_RANKS).write_text("0 1")
+    end, seconds = here.run()
+    assert (end.code, end.failure) == (0, None) and seconds < 30
+    assert [end_of_lost(here.folder, rank) for rank in (0, 1)] == ["killed by SIGKILL"] * 2
 
 
 def test_a_rank_that_was_lost_may_end_once_the_run_is_over_and_no_rank_is_spare(world) -> None:
