@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,12 +117,15 @@ def test_what_packed_sequences_would_change_is_refused_in_one_line(tmp_path, nam
 
 def start_up_checks(rank: int, folder: str) -> dict[str, Any]:
     """Name of a config -> scale of its logits, or the refusal, of a random model."""
+    from megappo.models import hf_classes
     from megappo.models.hf_classes import build_on_meta, check_packing, fill_buffers
     from megappo.parallel.groups import build_groups
 
     groups, found = build_groups(ParallelLayout(1)), {}
     for path in sorted(Path(folder).iterdir()):
-        model = build_on_meta(str(path), head_rows=0, dtype=torch.float32).eval().to_empty(device="cpu")
+        together = mock.patch.object(hf_classes, "_keep_states_apart") if path.name == "states in a row" else nullcontext()
+        with together:
+            model = build_on_meta(str(path), head_rows=0, dtype=torch.float32).eval().to_empty(device="cpu")
         fill_buffers(model)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -137,18 +141,19 @@ def start_up_checks(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("checked")
-    for name in ("linear attention", "capped logits"):
-        kind, settings, _ = REFUSED[name]
+    for name, refused in (("linear attention",) * 2, ("states in a row", "linear attention"), ("capped logits",) * 2):
+        kind, settings, _ = REFUSED[refused]
         config_of(kind, settings).save_pretrained(folder / name)
     for kind in ("granite", "cohere2", "olmo2"):
         config_of(kind, FAMILIES[kind]).save_pretrained(folder / kind)
     return spawn_world(start_up_checks, 1, str(folder))[0]
 
 
-@pytest.mark.parametrize("name", ["linear attention", "capped logits"])
+@pytest.mark.parametrize("name", ["capped logits", "states in a row"])
 def test_the_start_up_check_refuses_them_too(checked, name: str) -> None:
-    """The judge of what no rule knows."""
+    """The judge of what no rule knows: of delta nets, too, if they do not see each sequence alone."""
     assert "sequences packed together differ from each alone by" in checked[name]
+    assert checked["linear attention"] == 1.0
 
 
 def test_scales_of_logits_are_found(checked) -> None:
