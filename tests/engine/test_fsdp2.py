@@ -436,7 +436,7 @@ import sys
 from megappo.runtime.libraries import quiet_libraries
 quiet_libraries()
 import megappo.trainer.main, megappo.engine.build
-assert "transformers" not in sys.modules
+assert {"transformers", "PIL"}.isdisjoint(sys.modules)
 """
 
 

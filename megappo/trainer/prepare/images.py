@@ -62,7 +62,7 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
         beside = (
             (keeps, "rollout.environment.compaction.keep_first, which may cut one,"),
             (reads_trajectories(config), "critic.warmup.trajectories, whose files hold no pixels,"),
-            (any(map(uses_model, rewards_of(config))), "a reward model, which reads text,"),
+            (any(map(uses_model, rewards_of(config))), "a reward model of reward.parts, which reads text,"),
         )
         for is_set, what in beside:
             if is_set:

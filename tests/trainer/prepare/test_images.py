@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_vision_checkpoint(folder / "qwen3_vl", "qwen3_vl")
     write_vision_checkpoint(folder / "qwen2_5_vl", "qwen2_5_vl")
     write_checkpoint(folder / "text", "qwen3")
+    write_checkpoint(folder / "judge", "qwen3", head="SequenceClassification", num_labels=1)
     return folder
 
 
@@ -46,6 +47,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
             "max_prompt_tokens": 64,
         },
         "reward": {"parts": [{"name": "exact_match"}]},
+        "reward_model": {},
         "algorithm": {"mini_batch_size": 4},
         "trainer": {"steps": 1},
     }
@@ -90,10 +92,14 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
             {"rollout__environment": {"path": "game.py", "function": "step", "max_turns": 2, "compaction": COMPACTION}},
             "images with rollout.environment.compaction.keep_first, which may cut one, are not there",
         ),
+        (
+            {"reward__parts": [{"model": "reward_model"}], "reward_model__model": "judge"},
+            "data.image_key = .images.: images with a reward model of reward.parts, which reads text, are not there",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
-    for key in ("policy__model", "critic__model", "reference__model"):
+    for key in ("policy__model", "critic__model", "reference__model", "reward_model__model"):
         if key in changes:
             changes = {**changes, key: str(folder / changes[key])}
     with pytest.raises((ConfigError, ValueError), match=words) as error:
