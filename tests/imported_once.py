@@ -49,5 +49,8 @@ with vllm_running(EngineState(torch.device("cpu")), {}):
         "megappo.rollout.vllm_engine",
     ):
         importlib.import_module(name)
+    # Not in a process of its own, which takes 8 s of processor time for each class and rank where vLLM's cache of what it finds is
+    # empty: it is to keep CUDA from starting, and the rank imports the class anyway.
+    importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
     # As the first worker of a process does (0.3 s): it looks through all modules, and what it finds here later engines leave alone.
     importlib.import_module("vllm.platforms").current_platform.register_triton_kernel_overrides()
