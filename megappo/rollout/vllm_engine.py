@@ -23,7 +23,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.families.registry import FAMILIES
 from megappo.models.lora import shapes_beside_base
-from megappo.parallel.device import ranks_of_run
+from megappo.parallel.device import ranks_of_run, world_group
 from megappo.parallel.groups import meet
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, Routes, SamplingParams
@@ -43,7 +43,7 @@ from megappo.rollout.vllm_process import (
     unlink_shared_memory,
     vllm_running,
 )
-from megappo.rollout.vllm_routes import RouteTap, routes_of_output
+from megappo.rollout.vllm_routes import WAY_OUT, RouteTap, routes_of_output
 from megappo.runtime.messages import name_ranks
 
 
@@ -342,7 +342,13 @@ class VllmEngine:
     def _routes_of(self, one: Drawing, output: Any) -> Routes | None:
         if not self._replays:
             return None
-        return routes_of_output(output, self._model.arch) if self._tap is None else self._tap.take(one.internal)
+        routes = routes_of_output(output, self._model.arch) if self._tap is None else self._tap.take(one.internal)
+        if routes is None:
+            with self.in_world():
+                rank = ranks_of_run(world_group())[dist.get_rank()]
+            which = f"sample {one.request.number} on rank {rank}"
+            raise RuntimeError(f"rollout.replay_experts: vLLM recorded no experts of {which}; {WAY_OUT}")
+        return routes
 
     def _count(self, one: Drawing) -> None:
         self._digest += zlib.crc32(one.rows.ids_table[:, 0].tobytes(), one.request.number)

@@ -21,11 +21,11 @@ def sparse_layers(arch: ModelArch) -> list[int]:
     return [layer for layer in range(arch.num_layers) if arch.is_sparse(layer)]
 
 
-def routes_of_output(output: Any, arch: ModelArch) -> Routes:
-    """Return what vLLM's second runner recorded of a finished `CompletionOutput`. RuntimeError if it is nothing."""
+def routes_of_output(output: Any, arch: ModelArch) -> Routes | None:
+    """Return what vLLM's second runner recorded of a finished `CompletionOutput`, None if it is nothing."""
     found = output.routed_experts
     if found is None:
-        raise RuntimeError(f"rollout.replay_experts: vLLM returned no experts of a response; {WAY_OUT}")
+        return None
     assert arch.moe is not None
     # Of all layers, those without experts too
     chosen = torch.from_numpy(numpy.ascontiguousarray(found[:, sparse_layers(arch)].astype(numpy.int32)))
@@ -76,10 +76,12 @@ class RouteTap:
         """Forget a request that ended without a response. All its tokens run again, with the weights that go on with it."""
         self._parts.pop(name, None)
 
-    def take(self, name: str) -> Routes:
-        """Return and forget what a finished request's tokens chose. A token that ran twice, after a preemption, has its last
-        choice."""
-        parts = self._parts.pop(name)
+    def take(self, name: str) -> Routes | None:
+        """Return and forget what a finished request's tokens chose, None if no step recorded it. A token that ran twice, after a
+        preemption, has its last choice."""
+        parts = self._parts.pop(name, None)
+        if parts is None:
+            return None
         first, end = min(start for start, _ in parts), max(start + len(rows) for start, rows in parts)
         experts = numpy.empty((end - first, parts[0][1].shape[1]), parts[0][1].dtype)
         for start, rows in parts:

@@ -1,13 +1,16 @@
 """Patterns of frozen weights: which tensors they name, in every family, layout and engine alike."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from megappo.models.freeze import check_frozen_stages, frozen_on_rank, frozen_tensors, frozen_whole
-from megappo.models.weight_map import hf_tensors, local_shapes
+from megappo.models.hf_config import arch_of
+from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces
 from megappo.parallel.layout import ParallelLayout
 from tests.commands.plan.archs import MOE, llama
+from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
 
 # patterns -> test of a name
 NAMED = [
@@ -93,3 +96,27 @@ def test_a_stage_with_nothing_to_train_is_refused():
         check_frozen_stages(llama(), chunks, frozen, value_head=True)
     probe = frozen_tensors(llama(), ("model",), "megatron", value_head=True)
     check_frozen_stages(llama(), ParallelLayout(2), probe, value_head=True)  # the value head alone
+
+
+@pytest.mark.parametrize("case", [*CASES, *EXPERT_CASES])
+def test_every_part_of_every_family_is_frozen_by_its_name(case):
+    """Alone, or together with what Megatron has in the same parameter, which holds nothing else."""
+    arch = arch_of(
+        json.loads(hf_config(case).to_json_string()) | {"architectures": [f"{(CASES | EXPERT_CASES)[case][0]}ForCausalLM"]}
+    )
+    names = hf_tensors(arch, True).keys() - {"score.weight"}
+    refused: list[str] = []
+
+    def check(*patterns: str) -> None:
+        found = frozen_tensors(arch, patterns, "megatron", value_head=True)
+        assert found == {name for name in names if {*patterns} & {*name.split(".")}}
+        held = frozen_on_rank(arch, ParallelLayout(1), 0, found, value_head=True)
+        assert {piece.hf for piece in megatron_pieces(arch, ParallelLayout(1), 0, True) if piece.local in held} == found
+
+    for part in sorted({part for name in names for part in name.split(".") if not part.isdigit()} - {"weight", "bias"}):
+        try:
+            check(part)
+        except ValueError as error:
+            assert " is one parameter with " in str(error)
+            refused.append(part)
+    check(*refused)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from tests.engine.whole import on_whole_batches
 from tests.models.any_families import write_any_checkpoint
 from tests.models.checkpoints import write_checkpoint
 from tests.rollout.engines import make_engine
-from tests.rollout.policies import distance, make_policy, mean_distance, train_once
+from tests.rollout.policies import distance, make_policy, mean_distance, train_frozen, train_once
 from tests.rollout.responses import generate_all
 from tests.rollout.test_policy_push import GREEDY, requests
 from tests.worlds import spawn_world
@@ -69,9 +71,19 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {  # families, whose ranks on Megatron 
 
 ADAPTED = ("gemma3_text", "mixtral", "gpt_oss")  # all experts too
 _DELTA = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
-DELTA_NETS: dict[str, dict[str, Any]] = {  # which fsdp2 does not run, and vLLM on a CPU in bf16
+DELTA_NETS: dict[str, dict[str, Any]] = {  # vLLM on a CPU in bf16
     "qwen3_next": dict(**_DELTA, moe_intermediate_size=64),
     "qwen3_5_moe": dict(**_DELTA, moe_intermediate_size=64),  # of whose projections vLLM fuses other ones
+}
+
+# Parts that a family alone has, or under a name of its own; on Megatron, where all of vLLM's weights change in the first push.
+FROZEN: dict[str, tuple[str, ...]] = {
+    "mixtral": ("block_sparse_moe.experts",),
+    "glm4_moe": ("shared_experts", "mlp.gate", "layers.0.mlp"),
+    "deepseek_v3": ("kv_b_proj", "kv_a_layernorm", "q_b_proj"),
+    "gpt_oss": ("sinks", "router"),
+    "qwen3_next": ("linear_attn.norm", "shared_expert_gate"),
+    "qwen3_5_moe": ("linear_attn.norm", "shared_expert_gate"),
 }
 
 
@@ -90,10 +102,12 @@ def run_case(path: str) -> dict[str, Any]:
             found["pushes"].append((distance(policy, requests(), responses), metrics))
         if policy.engine.arch.moe is not None:
             found["routes"] = routes_of_sampler(policy, responses)
+            found["no routes"] = without_routes(engine)
         if Path(path).name == "deepseek_v3":
             found["absorbed"] = with_old_absorbed_weights(engine, policy)
         if Path(path).name in ON_MEGATRON:
-            policy = make_policy(path, ParallelLayout(RANKS, **ON_MEGATRON[Path(path).name]))
+            freeze = FROZEN[Path(path).name]
+            policy = make_policy(path, ParallelLayout(RANKS, **ON_MEGATRON[Path(path).name]), freeze=freeze)
             engine.connect(policy.engine)
             found["megatron"] = []
             for version in (3, 4):
@@ -101,7 +115,7 @@ def run_case(path: str) -> dict[str, Any]:
                 responses = generate_all(engine, requests(), GREEDY)
                 far = distance(policy, requests(), responses)
                 found["routes on Megatron"] = routes_of_sampler(policy, responses)
-                train_once(policy)
+                found["frozen"] = train_frozen(policy, freeze)
                 found["megatron"].append((far, verified, distance(policy, requests(), responses)))
         if Path(path).name in ADAPTED:
             lora, where = LoraConfig(rank=4, alpha=32.0), ON_MEGATRON.get(Path(path).name)
@@ -116,18 +130,19 @@ def run_case(path: str) -> dict[str, Any]:
     return found
 
 
-def run_delta_nets(path: str) -> list[tuple[float, float, float]]:
+def run_delta_nets(path: str) -> dict[str, Any]:
     """(distance, 1.0 if checksums agree, distance after an update) of two pushes; with the mean of tokens, not the largest."""
-    policy = make_policy(path, ParallelLayout(RANKS, **_SP))
-    found = []
+    freeze = FROZEN[Path(path).name]
+    policy = make_policy(path, ParallelLayout(RANKS, **_SP), freeze=freeze)
+    found: dict[str, Any] = {"megatron": []}
     with contextlib.closing(make_engine(path, 2, arch=policy.engine.arch, dtype=torch.bfloat16)) as engine:
         engine.connect(policy.engine)
         for version in (1, 2):
             verified = engine.push_weights(version)["verified"]
             responses = generate_all(engine, requests(), GREEDY)
             far = mean_distance(policy, requests(), responses)
-            train_once(policy)
-            found.append((far, verified, mean_distance(policy, requests(), responses)))
+            found["frozen"] = train_frozen(policy, freeze)
+            found["megatron"].append((far, verified, mean_distance(policy, requests(), responses)))
     return found
 
 
@@ -147,6 +162,17 @@ def routes_of_sampler(policy: Any, responses: list) -> dict[str, Any]:
             sums.append(policy.engine.forward_backward(one, negative_logprob, **how).sums)
     missing = [int((part == 0).sum()) for part in rows.counts.split(batch.lengths.tolist())]
     return {"sums": sums, "missing": missing, "layers": width // moe.top_k}
+
+
+def without_routes(engine: Any) -> list[str]:
+    """Messages about a finished response of which no step recorded experts, by the tap and by vLLM's own option."""
+    one: Any = SimpleNamespace(internal="unknown", request=SimpleNamespace(number=7))
+    found = []
+    for tap in (engine._tap, None):
+        with mock.patch.object(engine, "_tap", tap), pytest.raises(RuntimeError) as raised:
+            engine._routes_of(one, SimpleNamespace(routed_experts=None))
+        found.append(str(raised.value))
+    return found
 
 
 def with_old_absorbed_weights(engine: Any, policy: Any) -> float:
@@ -215,7 +241,15 @@ def test_the_engine_samples_from_a_family_on_megatron_before_and_after_an_update
 def test_the_engine_samples_from_delta_nets_before_and_after_an_update(world, kind: str) -> None:
     """Checksums are exact; numbers are those of bf16, means over the tokens: 6e-3, with old weights 0.3."""
     for found in world:
-        assert all(far < 0.03 and verified == 1.0 and stale > 0.1 for far, verified, stale in found[kind]), found[kind]
+        pushes = found[kind]["megatron"]
+        assert all(far < 0.03 and verified == 1.0 and stale > 0.1 for far, verified, stale in pushes), pushes
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_frozen_parts_of_a_family_stay_while_the_rest_trains(world, kind: str) -> None:
+    """That the rest trains is the distance after an update, above."""
+    frozen, moved = (set().union(*(found[kind]["frozen"][which] for found in world)) for which in (0, 1))
+    assert frozen and not moved
 
 
 def test_a_stale_derived_weight_of_latent_attention_is_noticed(world) -> None:
@@ -231,6 +265,12 @@ def test_the_experts_that_vllm_records_are_those_of_the_trainer(world) -> None:
                     own, shifted = routes["sums"]
                     assert own["rerouted_sum"] == 0.0 < shifted["rerouted_sum"], kind
                     assert min(routes["missing"]) == 1 and own["routes_sum"] > 0, kind
+
+
+def test_a_response_without_its_experts_is_named_with_the_way_out(world) -> None:
+    for rank, found in enumerate(world):
+        message = f"vLLM recorded no experts of sample 7 on rank {rank}; set rollout.replay_experts=none"
+        assert found["mixtral"]["no routes"] == [f"rollout.replay_experts: {message}"] * 2
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
