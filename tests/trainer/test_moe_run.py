@@ -121,18 +121,20 @@ def runs(tmp_path_factory) -> Path:
     own = {"policy.parallel": {"ep": 2}, "critic.parallel": {"tp": 2, "sequence_parallel": True}}
     runs += [(config_of(folder, "sparse_delta", "sparse_delta", **own, **by_policy), False)]
     runs += [(config_of(folder, "oss", "oss", **sparse, **critic("mixtral", parallel={"ep": 2})), False)]
-    gemma = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, "critic.parallel": {"pp": 2}}
-    runs += [(config_of(folder, "gemma", "gemma", **gemma, **by_policy), False)]
+    dense = {"policy.parallel": {"tp": 2, "sequence_parallel": True}, **critic("gemma", parallel={"pp": 2})}
+    runs += [(config_of(folder, "dense_delta", "dense_delta", **dense, **by_policy), False)]
     # One update a step, so that every ratio is of the policy to itself.
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
     cut |= {"algorithm.entropy.coef": 0.01}
-    by_trainer = {**cut, **by_policy}
+    by_vllm = {**window, **cut, "rollout.tp": 1, **critic("delta", parallel={"pp": 2})}
+    by_trainer = {**cut, **by_policy, **critic("latent", parallel=TP_SP_EP)}
     whole = {**by_trainer, "trainer.steps": 1, "rollout.sampling": {**cut["rollout.sampling"], "replay_top_k_ids": False}}
     runs += [
-        (config_of(folder, "truncated", "window", **{**window, **cut, "rollout.tp": 1}), False),
-        (config_of(folder, "truncated_megatron", "glm", **moe, **by_trainer), False),
-        (config_of(folder, "not_replayed", "glm", **moe, **whole), False),
+        (config_of(folder, "truncated", "gemma", **by_vllm), False),
+        (config_of(folder, "truncated_megatron", "glm", **{**moe, **by_trainer}), False),
+        (config_of(folder, "not_replayed", "glm", **{**moe, **whole}), False),
     ]
+    moe |= critic("oss", parallel=TP_SP_EP)
     stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
     spawn_world(run_all, 2, runs, stale)
     return folder
@@ -143,7 +145,7 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if "policy/loss" in row]
 
 
-@pytest.mark.parametrize("name", ["moe", "window", "latent", "oss", "gemma", "delta", "sparse_delta"])
+@pytest.mark.parametrize("name", ["moe", "window", "latent", "oss", "dense_delta", "delta", "sparse_delta"])
 def test_the_sampler_follows_the_trained_policy(runs: Path, name: str) -> None:
     rows = steps_of(runs, name)
     assert len(rows) == STEPS
@@ -156,6 +158,7 @@ def test_weights_that_are_not_pushed_would_show(runs: Path) -> None:
     first, *later = steps_of(runs, "stale")
     assert first["rollout/prob_diff_max"] < AGREEMENT
     assert all(row["rollout/prob_diff_max"] > 100 * AGREEMENT for row in later)
+    assert all(row["critic/grad_norm"] > 0 == row["critic/skipped_updates"] for row in (first, *later)), "the critic trains on"
 
 
 def test_the_load_of_the_experts_is_logged(runs: Path) -> None:
@@ -182,7 +185,7 @@ def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path
         assert 1.0 < row["rollout/top_k_ids"] < 5.0
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6), "the updates are over the same ids"
         assert row["policy/entropy"] < torch.log(torch.tensor(5.0)), "of at most five ids"
-        assert row["policy/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
+        assert row["policy/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
     # The reference starts as the policy and is held against it over the same ids.
     assert abs(rows[0]["kl/per_token"]) < AGREEMENT < abs(rows[1]["kl/per_token"])
 
