@@ -49,6 +49,7 @@ EXPERTS = {
     "latent attention": ("deepseek_v3", "policy"),  # and corrections, which no optimizer has
     "stacked experts": ("gpt_oss", "policy"),  # one tensor for all of a layer in the file, a parameter each on Megatron
     "delta nets": ("qwen3_5_moe", "policy"),
+    "delta nets by key heads": ("qwen3_next", "policy"),
 }
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
@@ -58,7 +59,10 @@ TOWER = {"tower": ("qwen3_vl", "policy")}  # of tests.models.vision_cases
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 # fsdp2 keeps the experts of a layer in one tensor; tp cuts no columns of experts without etp, and has other routers' copies.
 CHAIN_OF_EXPERTS = ("megatron ep2", FSDP2, "megatron tp2 sp", FSDP2, "megatron ep2")
-CHAIN_OF_DELTA_NETS = ("megatron ep2", FSDP2, "megatron tp2 sp", "megatron pp2")
+CHAINS_OF_DELTA_NETS = {
+    "delta nets": ("megatron ep2", FSDP2, "megatron tp2 sp"),
+    "delta nets by key heads": ("megatron ep2", FSDP2, "megatron pp2"),
+}
 EXPERTS_GO_ON = (("megatron ep2", FSDP2), (FSDP2, "megatron ep2"))
 # model -> (writer, reader): every layout by one model, each direction by all.
 GOES_ON = {
@@ -299,7 +303,8 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
     found["chain latent attention"] = chain(bench, place / "chain-latent", "latent attention", "fp32", CHAIN_OF_EXPERTS[:3])
     found["chain stacked experts"] = chain(bench, place / "chain-stacked", "stacked experts", "fp32", CHAIN_OF_EXPERTS[:2])
     found["chain tower"] = chain(bench, place / "chain-tower", "tower", "fp32", CHAIN[:3])
-    found["chain delta nets"] = chain(bench, place / "chain-delta", "delta nets", "bf16", CHAIN_OF_DELTA_NETS)
+    for model, layouts in CHAINS_OF_DELTA_NETS.items():
+        found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "bf16", layouts)
     for number, (writer, reader) in enumerate(EXPERTS_GO_ON):
         found[f"experts: {writer} to {reader}"] = goes_on(bench, place / f"experts-{number}", "experts", writer, reader)
     for model in ADAPTERS:

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.between_engines import ADAPTERS, EXPERTS, EXPERTS_GO_ON, GOES_ON, MODELS, SPOILS, TOWER, world_main
+from tests.checkpoint.between_engines import (
+    ADAPTERS,
+    CHAINS_OF_DELTA_NETS,
+    EXPERTS,
+    EXPERTS_GO_ON,
+    GOES_ON,
+    MODELS,
+    SPOILS,
+    TOWER,
+    world_main,
+)
 from tests.models.checkpoints import write_checkpoint
 from tests.models.vision_cases import write_vision_checkpoint
 from tests.worlds import spawn_world
@@ -32,7 +42,8 @@ def test_weights_and_optimizer_survive_a_chain_of_engines(ranks, model: str) -> 
     for rank in ranks:
         found = rank[f"chain {model}"]
         assert found["wrong"] == []
-        kinds = {"weight", "exp_avg", "exp_avg_sq", "step"} | ({"main"} if model in ("bf16", "experts", "delta nets") else set())
+        in_bf16 = model in ("bf16", "experts", *CHAINS_OF_DELTA_NETS)
+        kinds = {"weight", "exp_avg", "exp_avg_sq", "step"} | ({"main"} if in_bf16 else set())
         assert {part.split()[0] for part in found["parts"]} == kinds
 
 
