@@ -46,6 +46,7 @@ with vllm_running(EngineState(torch.device("cpu")), {}):
         "vllm.v1.core.sched.scheduler",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
+        "megappo.bridge.vllm_loader",
         "megappo.rollout.vllm_engine",
     ):
         importlib.import_module(name)

@@ -1,39 +1,97 @@
 """Writes the rectangles of a plan into a live vLLM model, module by module. A module's first rectangle returns its parameters to
 loader format; after its last, vLLM's own processing packs them for its kernels and copies them into the storage that the engine and
-its CUDA graphs use. Packed CPU weights and quantised layers are no special case."""
+its CUDA graphs use. Packed CPU weights and quantised layers are no special case. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from megappo.bridge.destination import Destination, Fill, Inspect, Land, Move, module_of
+from megappo.bridge.sync import Route, WeightSource, WeightSync
 from megappo.bridge.vllm_layout import record_destination
 from megappo.bridge.vllm_reload import reload_api
 from megappo.models.pieces import rectangle
 
 
-class VllmReceiver:
-    """The engine's end of the bridge on one rank (see `destination.WeightReceiver`). worker: vLLM's in-process worker."""
+@cache
+def register() -> None:
+    """Let vLLM's workers build a `VllmReceiver` for `weight_transfer_config={"backend": "megappo"}`."""
+    WeightTransferEngineFactory.register_engine("megappo", VllmReceiver)
 
-    def __init__(self, worker: Any, dtype: torch.dtype) -> None:
+
+@dataclass
+class Ends(WeightTransferInitInfo):
+    """What another program gives `LLM.init_weight_transfer_engine`: the arguments of `WeightSync`. Its ranks run vLLM's workers in
+    their own processes (`external_launcher`), since neither a policy nor a group can be sent to another."""
+
+    route: Route
+    policy: WeightSource | None = None
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass
+class Version(WeightTransferUpdateInfo):
+    """What it gives `LLM.update_weights`."""
+
+    version: int
+
+
+class VllmReceiver(WeightTransferEngine[Ends, Version]):
+    """The engine's end of the bridge on one rank (`destination.WeightReceiver`), as vLLM's worker builds it for its model. For
+    programs that push through vLLM's own methods it is the engine too (`sync.BridgedEngine`)."""
+
+    init_info_cls, update_info_cls = Ends, Version
+    supports_draft_weight_update = False
+
+    def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
         self._api = reload_api()
-        self._worker = worker
-        # By vLLM's accessor: the runner's own attribute may be a wrapper that captures CUDA graphs.
-        self._model: torch.nn.Module = worker.get_model()
-        with lora_layers_apart(self._model):
-            self._modules = dict(self._model.named_modules())
-        self._dtype = dtype
+        self._modules: dict[str, torch.nn.Module] = {}
         self._destination: Destination | None = None
+        self._sync: WeightSync | None = None
+
+    @property
+    def receiver(self) -> VllmReceiver:
+        return self
+
+    def weights_changing(self) -> None:
+        """Do nothing: the caller of vLLM's methods lets no request run from here on, nor after an update that failed."""
+
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: that caller resets the prefix cache, as with every backend of vLLM."""
+
+    def init_transfer_engine(self, init_info: Ends) -> None:
+        """Plan the transfer. Collective over the group, as are updates; on ranks without vLLM `WeightSync` itself does both."""
+        self._sync = WeightSync(init_info.policy, self, init_info.route, self.device, init_info.group)
+
+    def start_weight_update(self) -> None:
+        """Do nothing: a push opens the model itself, and closes it after an error too, when vLLM calls no finish."""
+
+    def receive_weights(self, update_info: Version) -> None:
+        assert self._sync is not None, "init_weight_transfer_engine() comes before the first update"
+        self._sync.push(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: all has landed, and its checksums were compared."""
+
+    def shutdown(self) -> None:
+        self._sync = None
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
-        with self._vllm_config(), lora_layers_apart(self._model):
-            self._destination = record_destination(self._model, self._api, tensors, self._dtype)
+        with self._vllm_config(), lora_layers_apart(self.model):
+            self._modules = dict(self.model.named_modules())
+            self._destination = record_destination(self.model, self._api, tensors, self.model_config.dtype)
         for name in self._destination.shapes:
             if self._api.is_deferred(self._modules[module_of(name)]):
                 raise ValueError(
@@ -44,8 +102,8 @@ class VllmReceiver:
     @contextlib.contextmanager
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> Iterator[Land]:
         assert self._destination is not None, "describe() comes before the first session"
-        with self._vllm_config(), torch.no_grad(), lora_layers_apart(self._model):
-            self._api.initialize(self._model)
+        with self._vllm_config(), torch.no_grad(), lora_layers_apart(self.model):
+            self._api.initialize(self.model)
             landing = _Landing(self, moves, self._destination, inspect)
             try:
                 yield landing.land
@@ -55,7 +113,7 @@ class VllmReceiver:
             # Before `finalize`, which would process modules that are filled in part.
             landing.check_finished()
             self._restore_untouched({module_of(name) for name in self._destination.shapes})
-            self._api.finalize(self._model, self._worker.model_config)
+            self._api.finalize(self.model, self.model_config)
 
     def _close_all(self) -> None:
         """Put the engine's tensors back, whatever they hold."""
@@ -81,7 +139,7 @@ class VllmReceiver:
         """Let vLLM process the module, after its last rectangle."""
         layer = self._modules[name]
         method = getattr(layer, "quant_method", None)
-        if self._worker.device.type == "cpu" and method is not None and getattr(method, "moe_kernel", None) is not None:
+        if self.device.type == "cpu" and method is not None and getattr(method, "moe_kernel", None) is not None:
             # vLLM 0.32 on a CPU prepacks experts only if there is no kernel yet: with the old one a reload leaves garbage.
             method.moe_kernel = None
         self._api.process(layer, self._api.info(layer))
@@ -103,9 +161,7 @@ class VllmReceiver:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def _vllm_config(self) -> contextlib.AbstractContextManager:
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self._worker.vllm_config)
+        return set_current_vllm_config(self.vllm_config)
 
 
 class _Landing:

@@ -24,7 +24,7 @@ OWN = {
     "cpu_distributed_timeout_seconds": "run.timeouts.meeting_s",
     **dict.fromkeys(("model", "config_format", "hf_overrides", "quantization"), "policy.model"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "generation_config", "logprobs_mode", "max_logprobs"), ""),
-    **dict.fromkeys(("distributed_executor_backend", "worker_cls"), ""),
+    **dict.fromkeys(("distributed_executor_backend", "worker_cls", "weight_transfer_config"), ""),
 }
 """Argument that megappo sets -> the key of ours that decides it, "" without one."""
 

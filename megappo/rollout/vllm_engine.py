@@ -18,7 +18,6 @@ from torch import Tensor
 from megappo.bridge.adapter_sync import AdapterSource, AdapterSync, sync_of
 from megappo.bridge.destination import WeightReceiver
 from megappo.bridge.sync import Route, WeightSync
-from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.families.registry import FAMILIES
@@ -101,6 +100,9 @@ class VllmEngine:
         with self._running():
             from vllm import LLM
 
+            from megappo.bridge.vllm_loader import register
+
+            register()
             require_sleep(LLM, config.sleep)
             if model.arch.vision is not None:
                 register_vision(model.arch.architecture, model.images)
@@ -119,7 +121,7 @@ class VllmEngine:
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             if model.arch.vision is not None:
                 restore_normalisation(worker)
-            self.receiver: WeightReceiver = VllmReceiver(worker, model.dtype)
+            self.receiver: WeightReceiver = worker.weight_transfer_engine
             self._adapter = None if model.lora is None else VllmAdapter(worker, model.lora)
             self._tap = RouteTap(worker, model.arch) if self._replays and device.type == "cpu" else None
             self._memory = VllmMemory(self._llm, worker, config.sleep)
@@ -393,7 +395,9 @@ class VllmEngine:
             # vLLM's allocator cannot free memory that is asleep.
             self._memory.wake_weights()
             self._memory.wake_cache()
+            worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self._llm.llm_engine.engine_core.engine_core.shutdown()
+            worker.weight_transfer_engine = None  # it holds the model, which vLLM's worker has let go of
             if self.replica.group is not None:
                 dist.destroy_process_group(self.replica.group)
         self._llm = self._sync = self._version = None

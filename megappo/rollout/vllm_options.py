@@ -67,6 +67,7 @@ def vllm_options(
         tokenizer=model.tokenizer,
         skip_tokenizer_init=model.tokenizer is None,
         load_format="dummy",
+        weight_transfer_config={"backend": "megappo"},  # bridge/vllm_loader.py
         generation_config="vllm",
         tensor_parallel_size=config.tp,
         distributed_executor_backend=executor,

@@ -109,7 +109,7 @@ def policys_weights(policy: Any, arch: ModelArch, layout: ParallelLayout) -> dic
 def wrong_parameters(engine: VllmEngine, arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank: int) -> list[str]:
     """Names of vLLM's parameters that are not what the checkpoint says, bit for bit."""
     want = engine_tensors(arch, checkpoint, tp, rank % tp)
-    have = {name: parameter.detach().cpu() for name, parameter in engine.receiver._model.named_parameters()}
+    have = {name: parameter.detach().cpu() for name, parameter in engine.receiver.model.named_parameters()}
     return sorted((want.keys() ^ have.keys()) | {name for name in want.keys() & have if not torch.equal(want[name], have[name])})
 
 
@@ -154,7 +154,7 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
             found["kept"].append(of_the_process() == before)
             policies.train_once(policy)
     found["races"] = {waits: races_without(engine, waits) for waits in ("", *WAITS)}
-    found["runner"] = type(engine.receiver._worker.model_runner).__module__
+    found["runner"] = type(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__
     found["half drawn"] = drawn_over_a_push(engine)
     if last:
         found["answer"] = answer_without_a_wait(engine)
@@ -165,7 +165,7 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
 
 def races_without(engine: VllmEngine, waits: str) -> str:
     """The error if both sides write to a parameter in turns, as pushes and sleep do, one of them without its wait."""
-    parameter = next(engine.receiver._model.parameters())
+    parameter = next(engine.receiver.model.parameters())
     torch.cuda.synchronize()
     try:
         with torch.no_grad(), wait_removed(waits):

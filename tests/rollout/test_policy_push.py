@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from megappo.bridge import vllm_layout
-from megappo.bridge.vllm_loader import VllmReceiver
+from megappo.bridge.sync import Route
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel import cpu_patches
@@ -111,6 +112,7 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
     arch = read_arch(path)
     results: dict[str, Any] = {"push": {}}
     with contextlib.closing(make_engine(path, engine_tp)) as engine:
+        model = weakref.ref(engine.receiver.model)
         destination = engine.receiver.describe(hf_tensors(arch))
         results["layout"] = layout_mistakes(destination, arch, read_checkpoint(path), engine_tp, rank % engine_tp)
         with every_layer_recorded():
@@ -131,6 +133,7 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
             results["ties"] = truncated.measure_ties(engine, policy, requests(), 3)
         if name == FAULTY:
             results["faults"] = run_faults(engine, path)
+    results["freed"] = model() is None
     return results
 
 
@@ -155,6 +158,9 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
     result["experts"] = push(lambda hf: exchanged(hf, "layers.0.mlp.experts.2.", "layers.0.mlp.experts.5."))
     result["gate_up"] = push(lambda hf: exchanged(hf, "experts.1.gate_proj", "experts.1.up_proj"))
 
+    update_by_vllm(engine, policy, 1)
+    result["by vLLM"] = distance(policy, requests(), generate_all(engine, requests(), GREEDY))
+
     receiver = engine.receiver
     engine.receiver = Misplacing(receiver)
     engine.connect(policy.engine)
@@ -173,6 +179,17 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
     sync._rounds = [one._replace(local=tuple(m for m in one.local if "experts" not in m.hf)) for one in sync._rounds]
     result["dropped"] = error_of(lambda: engine.push_weights(8))
     return result
+
+
+def update_by_vllm(engine: VllmEngine, policy: Any, tp: int) -> None:
+    """A push through vLLM's own methods alone, as another program would write it."""
+    llm = engine._llm
+    with engine._running():
+        llm.init_weight_transfer_engine({"init_info": {"route": Route.colocated(policy.engine, tp), "policy": policy.engine}})
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"version": 4}})
+        llm.finish_weight_update("4")
+        assert llm.reset_prefix_cache() and llm.get_weight_version() == "4"
 
 
 def exchanged(name: str, a: str, b: str) -> str:
@@ -212,6 +229,8 @@ def every_layer_recorded() -> Iterator[None]:
 @contextlib.contextmanager
 def kept_expert_kernels() -> Iterator[None]:
     """vLLM's own reload of experts on a CPU, without what the bridge does about it."""
+
+    from megappo.bridge.vllm_loader import VllmReceiver
 
     def close_module(receiver: VllmReceiver, name: str) -> None:
         layer = receiver._modules[name]
@@ -268,6 +287,11 @@ def test_every_byte_of_an_update_is_accounted_for(world):
                 assert {m["verified"] for m in metrics} == {1.0}
 
 
+def test_a_closed_engine_frees_its_model_at_once(world):
+    """Although vLLM's worker, which built the receiver, is garbage of later."""
+    assert all(result[name]["freed"] for result in world for name in CASES)
+
+
 @pytest.fixture(scope="module")
 def faults(world) -> list[dict[str, Any]]:
     return [result[FAULTY]["faults"] for result in world]
@@ -277,6 +301,12 @@ def faults(world) -> list[dict[str, Any]]:
 def test_exchanged_tensors_show_in_logprobs_although_checksums_pass(faults, fault):
     for result in faults:
         assert result["right"] < TOLERANCE < 0.01 < result[fault]
+
+
+def test_an_update_through_vllms_own_interface_lands_the_policy(faults):
+    """In an engine that the push before left with exchanged tensors."""
+    for result in faults:
+        assert result["by vLLM"] < TOLERANCE < 0.01 < result["gate_up"]
 
 
 def test_a_misplaced_expert_fails_its_checksum(faults):
