@@ -31,7 +31,7 @@ SHAPE_LAYOUTS = [(2, 1, True), (1, 2, False)]
 GRADIENT_CASES = ["llama", "qwen2_tied", "qwen3", "ministral3_tied"]
 GRADIENT_JOBS = [(case, layout, False, "none") for case in GRADIENT_CASES for layout in ((2, 1, False), (1, 2, False))]
 GRADIENT_JOBS += [(case, (2, 1, True), True, "none") for case in GRADIENT_CASES]
-GRADIENT_JOBS += [("qwen3_5", (2, 1, False), False, "none")]  # transformers has no class for its critic
+GRADIENT_JOBS += [("qwen3_5", (2, 1, False), False, "none")]
 RECOMPUTE_JOBS = [
     ("llama", layout, critic, kind)
     for kind in ("selective", "full")
@@ -56,7 +56,8 @@ ALTERED = {
 # Everything at once, on 4 ranks.
 DENSE_LAYOUT = (2, 2, True)
 DENSE_JOBS = [(case, DENSE_LAYOUT, critic, "full") for case in ("qwen2_tied", "qwen3") for critic in (False, True)]
-DENSE_JOBS += [(case, DENSE_LAYOUT, False, "full") for case in ("gemma3", "qwen3_5")]  # nor of gemma3
+DENSE_JOBS += [("gemma3", DENSE_LAYOUT, False, "full")]  # its critic is that of tests/parity
+DENSE_JOBS += [("qwen3_5", DENSE_LAYOUT, critic, "full") for critic in (False, True)]
 
 
 # name -> (case of checkpoints.py, block, dtype of the scales). tp 2 cuts blocks of 32; those of (20, 28) end beyond the edges.

@@ -172,8 +172,11 @@ def _policy_loss(arch, groups, model, hidden, weight):
     return ((hidden[: weight.size(0), 0] @ local.T) * shard).sum()
 
 
-def train_step(arch, groups, model, sequences, weight, *, critic, distributed_optimizer=False):
-    """One forward and backward through Megatron's DDP and schedule; gradients are reduced. Returns the wrapped model."""
+def train_step(arch, groups, model, sequences, weight, *, critic, distributed_optimizer=False, values=None):
+    """One forward and backward through Megatron's DDP and schedule; gradients are reduced. Returns the wrapped model.
+
+    values: a list that gets a critic's [T] on the last stage.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -187,6 +190,8 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
         tokens, cu_seqlens = next(iterator)
 
         def loss(output):
+            if values is not None:
+                values.append(output.detach()[: weight.size(0)])
             total = (output[: weight.size(0)] * weight[:, 0]).sum() if critic else _policy_loss(arch, groups, model, output, weight)
             return total, torch.tensor(1, dtype=torch.int), {}
 
@@ -211,9 +216,12 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
 
 
 def gradients(rank, folder, jobs):
-    """Per job this rank's gradient as pieces: [(hf name, box, values)]. jobs: (case, layout, critic, recompute)."""
+    """Per job this rank's gradient as pieces: [(hf name, box, values)], a critic's "values" among them.
+
+    jobs: (case, layout, critic, recompute).
+    """
     from megappo.models.gpt import named_parameters
-    from megappo.models.pieces import as_2d
+    from megappo.models.pieces import Box, as_2d
     from megappo.models.weight_map import megatron_pieces
 
     out = []
@@ -221,13 +229,15 @@ def gradients(rank, folder, jobs):
         arch, groups, model = build(Path(folder, case), layout, recompute=recompute, critic=critic, value_head="normal")
         model.train()
         weight = torch.load(Path(folder, "weight.pt"))
-        train_step(arch, groups, model, example_sequences(), weight, critic=critic)
+        values = [] if critic else None
+        train_step(arch, groups, model, example_sequences(), weight, critic=critic, values=values)
         grads = {name: parameter.main_grad for name, parameter in named_parameters([model]).items()}
         out.append(
             [
                 (p.hf, p.box, as_2d(grads[p.local])[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols].clone())
                 for p in megatron_pieces(arch, groups.layout, rank, critic)
             ]
+            + [("values", Box(0, len(one), 0, 1), one[:, None]) for one in values or ()]
         )
     return out
 
