@@ -48,6 +48,9 @@ PARITY = [
     Job("oss", layout(**SP, cp=2, ep=2), recompute="full"),
     Job("next", layout(**SP, cp=2, etp=2), recompute="selective"),
     Job("qwen3_5", layout(pp=2, cp=2, ep=2), recompute="full"),
+    # Other families' critics are those of tests/parity.
+    Job("mixtral", layout(**SP, ep=2), critic=True),
+    Job("qwen3_5", layout(**SP, ep=2), critic=True),
 ]
 # Whose pairs of sizes are all in passes above, or whose passes are those of tests/parity: their weight maps alone.
 _OF_PARITY = (dict(**SP, ep=4), dict(**SP, ep=2, etp=2), dict(**SP, pp=2, ep=2), dict(pp=2, vpp=2, cp=2, ep=2))
@@ -116,6 +119,8 @@ def checkpoints(tmp_path_factory):
         expected[case]["bf16"] = moe_worlds.logprobs(copy.deepcopy(model).bfloat16(), batch)
     for case in {job.case for job in ADAPTED + ADAPTED_SHARDED}:
         expected[case]["adapted"] = moe_worlds.reference_with_adapters(models[case], batch, COEFFICIENT)
+    for case in {job.case for job in PARITY if job.critic}:
+        expected[case]["critic"] = moe_worlds.reference_of_critic(models[case], batch, COEFFICIENT)
     for case in ("sparse", "mixed"):
         given = moe_worlds.example_routes(case)
         expected[case]["given"] = moe_worlds.reference_of_routes(models[case], batch, given)
@@ -147,10 +152,15 @@ def gradient_error(results: list[dict], expected: dict[str, torch.Tensor]) -> di
     return errors
 
 
+def oracle_of(checkpoints, job):
+    of_case = checkpoints[1][job.case]
+    return of_case["critic"] if job.critic else of_case
+
+
 @pytest.mark.parametrize("job", PARITY, ids=str)
-def test_logprobs_and_gradients_equal_transformers(checkpoints, passes, job):
+def test_logprobs_or_values_and_gradients_equal_transformers(checkpoints, passes, job):
     """fp32, measured 2e-6 at most; the gradient holds the balancing loss of every layer."""
-    expected = checkpoints[1][job.case]
+    expected = oracle_of(checkpoints, job)
     errors = gradient_error(passes[job], expected["gradients"])
     assert errors.keys() == expected["gradients"].keys()
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
@@ -161,7 +171,7 @@ def test_logprobs_and_gradients_equal_transformers(checkpoints, passes, job):
 
 @pytest.mark.parametrize("job", PARITY + SHARDED, ids=str)
 def test_gradient_norm_load_and_balancing_loss_do_not_depend_on_the_layout(checkpoints, passes, job):
-    expected = checkpoints[1][job.case]
+    expected = oracle_of(checkpoints, job)
     norm = torch.cat([gradient.flatten() for gradient in expected["gradients"].values()]).double().norm()
     for result in passes[job]:
         assert result["norm"] == pytest.approx(float(norm), rel=1e-5)
