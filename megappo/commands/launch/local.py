@@ -189,8 +189,8 @@ class _Spares:
 
     def __init__(self, start: Callable[[int], None], evidence: Path, listener: Listener, most: int) -> None:
         self._start, self._evidence, self._listener, self._most = start, evidence, listener, most
-        self._count, self._lost = 0, set[int]()
-        self._ends_at: dict[int, float] = {}  # of ranks whose replica has lost another one, by `time.monotonic`
+        self._count = 0
+        self._lost: dict[int, float] = {}  # rank -> when its end was noticed, by `time.monotonic`
 
     def lose(self, rank: int, code: int) -> bool:
         """Return True if a rank that has ended is lost, and no other ends with it."""
@@ -198,17 +198,15 @@ class _Spares:
         if is_lost:
             note_joined(self._evidence, [rank])  # it joins no more
             _note_exit(self._evidence, rank, as_shell(code), "lost")
-            self._lost.add(rank)
-            for other in spare_with(self._evidence, rank):
-                self._ends_at.setdefault(other, time.monotonic() + KILL_GRACE_S)
-        self._ends_at.pop(rank, None)
+            self._lost[rank] = time.monotonic()
         return is_lost
 
     def end_others(self, running: Mapping[int, RankProcess]) -> None:
         """Kill what is left of replicas that have lost a rank. It may wait within a kernel that exchanges values for one that never
         comes: vLLM's in shared memory, as NCCL's, ask for no end of the other side."""
-        late = [rank for rank, end in self._ends_at.items() if rank in running and time.monotonic() > end]
-        _send([running[rank] for rank in late], signal.SIGKILL)
+        waited = [rank for rank, since in self._lost.items() if time.monotonic() - since > KILL_GRACE_S]
+        left = {other for rank in waited for other in spare_with(self._evidence, rank)} & running.keys()
+        _send([running[rank] for rank in left], signal.SIGKILL)
 
     def start_again(self, running: Collection[int]) -> list[int]:
         """Start lost ranks whose replica has ended; return them."""
@@ -217,12 +215,10 @@ class _Spares:
         if not together or self._count == self._most:
             return []
         self._count += 1
-        self._lost.difference_update(together)
-        for rank in together:
-            self._ends_at.pop(rank, None)
         said = f"{name_ranks(together)} will take part again: start {self._count} of {self._most}"
         print(f"megappo: {said}", file=sys.stderr, flush=True)
         for rank in together:
+            self._lost.pop(rank, None)
             self._listener.forget(rank)
             note_joining(self._evidence, rank, self._count)
             self._start(rank)
