@@ -94,9 +94,9 @@ def configs(folder: Path) -> Iterator[tuple[dict[str, Any], bool]]:
         yield config("reward_model", f"ranked_{layout}", **RANKED, **keys, **saved), False
     yield config("reward_model", "lists_dp", **LISTS), False
     yield config("reward_model", "lists_pp", **LISTS, **LAYOUTS["pp"]), False
-    yield config("dpo", "whole", **SAVED, **{"policy.lora.rank": 2}), False
-    kind, keys = KILLED["tuned"]
-    yield config(kind, "tuned", **keys), False
+    for name in ("whole", "tuned"):  # "ranked_tp" is among the layouts
+        kind, keys = KILLED[name]
+        yield config(kind, name, **keys), False
     exported = {"role.model": str(folder / "runs" / "ranked_tp" / "export"), "role.value_head": "checkpoint", "trainer.steps": 1}
     yield config("reward_model", "again", **RANKED | exported), False
 
