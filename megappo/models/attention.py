@@ -244,21 +244,19 @@ def grouped_attention(
         )
         return out.transpose(1, 2)
 
-    return by_length(query, key, value, grouping, attend)
+    return by_length((query, key, value), grouping, attend)
 
 
-def by_length(
-    query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Call `attend` for each group of sequences padded to one length, [sequences, length, heads, dim] each, for all tokens of the
-    packed batch: query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
+def by_length(tensors: Sequence[Tensor], grouping: Grouping, function: Callable[..., Tensor]) -> Tensor:
+    """Call `function` for each group of sequences padded to one length, [sequences, length, ...] each, for all tokens of the packed
+    batch: tensors [T, ...] -> [T, ...], of the shape of the first one if there is no token."""
     if not grouping.groups:
-        return query.new_zeros(query.shape)
-    padded, outputs = [pad(x, grouping) for x in (query, key, value)], []
+        return tensors[0].new_zeros(tensors[0].shape)
+    padded, outputs = [pad(x, grouping) for x in tensors], []
     for group in grouping.groups:
         rows, sizes = group.num_sequences * group.length, (group.num_sequences, group.length)
-        q, k, v = (x.narrow(0, group.start, rows).view(*sizes, *x.shape[1:]) for x in padded)
-        outputs.append(attend(q, k, v).reshape(rows, *query.shape[1:]))
+        parts = (x.narrow(0, group.start, rows).view(*sizes, *x.shape[1:]) for x in padded)
+        outputs.append(function(*parts).flatten(0, 1))
     return unpad(torch.cat(outputs), grouping)
 
 

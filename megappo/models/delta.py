@@ -20,7 +20,7 @@ from torch.nn.functional import conv1d, rms_norm, silu, softplus
 from torch.nn.functional import pad as pad_end
 
 from megappo.models.arch import Delta
-from megappo.models.attention import Grouping, PackedSequences, pad, unpad
+from megappo.models.attention import Grouping, PackedSequences, by_length
 from megappo.parallel.context import ContextShard
 
 CHUNK = 64
@@ -107,19 +107,17 @@ class DeltaNet(torch.nn.Module):
     def _attend(self, grouping: Grouping, mixed: Tensor, decay: Tensor, beta: Tensor, kernels: Tensor) -> Tensor:
         """Convolution and rule within each sequence, of all heads or some: [T, ...] -> [T, value heads, value_dim]. kernels: of the
         channels of `mixed`."""
-        ranks, outputs = self.mine.value_heads // beta.size(1), []
+        ranks = self.mine.value_heads // beta.size(1)
         mine = self.mine._replace(key_heads=self.mine.key_heads // ranks, value_heads=beta.size(1))
-        padded = [pad(x, grouping) for x in (mixed, decay, beta)]
-        for group in grouping.groups:
-            rows, sizes = group.num_sequences * group.length, (group.num_sequences, group.length)
-            x, g, b = (part.narrow(0, group.start, rows).view(*sizes, -1) for part in padded)
-            query, key, value = convolution(x, kernels).split((mine.keys, mine.keys, mine.values), dim=-1)
-            query, key = (part.reshape(*sizes, mine.key_heads, mine.key_dim) for part in (query, key))
-            value = value.reshape(*sizes, mine.value_heads, mine.value_dim)
-            outputs.append(delta_rule(query, key, value, g, b).reshape(rows, mine.value_heads, mine.value_dim))
-        if not outputs:
+        if not grouping.groups:
             return mixed.new_zeros(0, mine.value_heads, mine.value_dim)
-        return unpad(torch.cat(outputs), grouping).to(mixed.dtype)
+
+        def of_group(x: Tensor, g: Tensor, b: Tensor) -> Tensor:
+            query, key, value = convolution(x, kernels).split((mine.keys, mine.keys, mine.values), dim=-1)
+            query, key = (part.unflatten(-1, (mine.key_heads, mine.key_dim)) for part in (query, key))
+            return delta_rule(query, key, value.unflatten(-1, (mine.value_heads, mine.value_dim)), g, b)
+
+        return by_length((mixed, decay, beta), grouping, of_group).to(mixed.dtype)
 
 
 class CausalKernels(torch.nn.Module):

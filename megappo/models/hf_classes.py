@@ -25,7 +25,7 @@ from megappo.data.images import ImageStore
 from megappo.data.packing import moved, pack
 from megappo.models.any_model import language_config_of
 from megappo.models.arch import VisionArch
-from megappo.models.attention import PackedSequences, grouped_attention, pad, unpad, varlen_attention, whole_sequences
+from megappo.models.attention import PackedSequences, by_length, grouped_attention, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
 from megappo.models.hf_config import read_config, text_config
 from megappo.models.plain_attention import plain_attention
@@ -144,12 +144,7 @@ def _by_sequence(
     if packed is None:
         return forward(hidden_states)
     # What a sequence is padded with comes after it, and a delta net looks back alone.
-    grouping = packed.grouping()
-    padded, outputs = pad(hidden_states[0], grouping), []
-    for group in grouping.groups:
-        rows = padded.narrow(0, group.start, group.num_sequences * group.length)
-        outputs.append(forward(rows.view(group.num_sequences, group.length, -1)).flatten(0, 1))
-    return unpad(torch.cat(outputs), grouping)[None]
+    return by_length((hidden_states[0],), packed.grouping(), forward)[None]
 
 
 def _add_tower(model: torch.nn.Module, vision: VisionArch, dtype: torch.dtype) -> None:

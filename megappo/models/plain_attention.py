@@ -28,7 +28,7 @@ def plain_attention(
 ) -> Tensor:
     """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head. Softmax in fp32.
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
-    return by_length(query, key, value, grouping, lambda q, k, v: _attend(q, k, v, scale, window, softcap, sinks))
+    return by_length((query, key, value), grouping, lambda q, k, v: _attend(q, k, v, scale, window, softcap, sinks))
 
 
 def _attend(
