@@ -14,13 +14,14 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from megappo.data.cache import Cache, digest
 from megappo.data.sources import Joined, Source, parts_of
@@ -38,6 +39,8 @@ MOST_IMAGES = 16
 """Of one prompt: vLLM plans its buffers by it."""
 THUMBNAIL = 192
 """Pixels of a thumbnail's longer side: 1 to 8 KB as JPEG."""
+FEATURE_BYTES = 2**30
+"""Most bytes of features that a rank keeps through a step (`Features`)."""
 _PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
 _MOST_SIDE_RATIO = 200  # of the processor
 
@@ -55,6 +58,22 @@ class Places:
     frames: int
 
 
+class Features:
+    """Features of images that frozen towers have computed on this rank since the step began (`models/vision.py`). What comes when
+    they are full is computed each time."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the weights of frozen towers change between steps alone."""
+        self.towers: WeakKeyDictionary[Any, Hashable] = WeakKeyDictionary()
+        """Tower -> contents of its weights."""
+        self.kept: dict[tuple[Hashable, int], Any] = {}
+        """(contents of a tower, image) -> its features."""
+        self.free = FEATURE_BYTES
+
+
 class ImageStore:
     """Images of a run by number, from 0 in the order in which the sources name them. folder: of the cache."""
 
@@ -66,6 +85,7 @@ class ImageStore:
         self.merge, self.frames = int(self._meta["merge"]), int(self._meta["frames"])
         # [images, 3] int64: first patch, rows and columns of patches.
         self._index = numpy.load(folder / _INDEX)
+        self.features = Features()
 
     def __reduce__(self) -> tuple[type[ImageStore], tuple[Path]]:
         return ImageStore, (self._folder,)  # other processes map the files too

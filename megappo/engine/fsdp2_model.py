@@ -227,7 +227,8 @@ def build_sharded(
         _fill(module, spec, groups, adapters)
     logit_scale = check_packing(module, dtype, device, groups)
     if (tower := tower_in(module)) is not None:
-        tower.images, tower.tp = spec.images, groups.tp if layout.sequence_parallel else None
+        tower.images, tower.shards = spec.images, groups.collection.dp_cp
+        tower.tp = groups.tp if layout.sequence_parallel else None
     cast(FSDPModule, module).reshard()
     return ShardedModel(module, spec, groups, logit_scale, dtype, adapters)
 

@@ -52,11 +52,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 @dataclass
 class Tower:
     """Tower of a vision-language model as its language or value model holds it: `module`, which is `visual` beside the decoder.
-    images: that tokens name; None: they name none. tp: group of sequence parallel, or None."""
+    images: that tokens name; None: they name none. shards: ranks that its weights are sharded over. tp: group of sequence parallel,
+    or None."""
 
     vision: VisionArch
     module: torch.nn.Module
     images: ImageStore | None = None
+    shards: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
 
 
@@ -297,7 +299,7 @@ def _with_images(decoder: Any, tower: Tower, images: ImageStore, tokens: Tensor,
     embedded: Tensor = decoder.embed_tokens(words[None])[0]
     # All ranks of the role gather the tower's blocks and reduce their gradients: one without an image computes the smallest, whose
     # features take no token's place.
-    features = features_of(tower.module, images, seen.images or [images.smallest], embedded.dtype)
+    features = features_of(tower.module, images, seen.images or [images.smallest], embedded.dtype, tower.shards)
     embedded, later = placed(features, rows, embedded)
     if tower.tp is not None:
         # The layers have a part of the tokens. The backward gathers: each tp rank has the whole gradient of all features.

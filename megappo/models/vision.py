@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megappo.data.images import IMAGE_BASE, ImageStore
 from megappo.data.packing import moved
@@ -129,15 +131,70 @@ def pixels_of(images: ImageStore, numbers: Sequence[int], device: torch.device, 
     return normalised[:, :, None].expand(-1, -1, images.frames, -1).reshape(len(patches), -1)
 
 
-def features_of(tower: torch.nn.Module, images: ImageStore, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def features_of(
+    tower: torch.nn.Module,
+    images: ImageStore,
+    numbers: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
     """Compute the features of these images, [M, H]: those that replace embeddings, then those of every layer of deepstack.
-    Without a graph if the tower is frozen."""
-    trained = next((one for one in tower.parameters() if one.requires_grad), None)
+
+    A tower that is frozen as a whole has no graph. It computes an image alone, so that its features have the same bits in every
+    micro-batch, and once a step for all roles with the same weights. group: ranks over which the tower's weights are sharded;
+    collective over it. Without: every rank has them whole.
+    """
+    if any(one.requires_grad for one in tower.parameters()):
+        return one_pass(tower, images, numbers, dtype)
+    memory = images.features
+    with torch.no_grad():
+        if tower not in memory.towers:
+            memory.towers[tower] = _contents(tower, group)
+        contents = memory.towers[tower]
+        known: dict[int, Any] = {one: memory.kept.get((contents, one)) for one in numbers}
+        missing = [one for one in numbers if known[one] is None]
+        passes = _most_of_ranks(len(missing), group, next(tower.parameters()).device)
+        for image in [*missing, *[images.smallest] * (passes - len(missing))]:  # as often as a peer that misses more
+            features = one_pass(tower, images, [image], dtype)
+            if image in missing:
+                known[image] = features
+                if (size := sum(one.nbytes for one in features)) <= memory.free:
+                    memory.kept[contents, image], memory.free = features, memory.free - size
+        return [torch.cat(parts) for parts in zip(*known.values())]
+
+
+def one_pass(tower: torch.nn.Module, images: ImageStore, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Pass the tower once, for all these images together; returns as `features_of`."""
     device = next(tower.parameters()).device
     grids = torch.tensor([(1, *images.grid(one)) for one in numbers], device=device)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and trained is not None):
-        out: Any = tower(pixels_of(images, numbers, device, dtype), grid_thw=grids, return_dict=True)
+    out: Any = tower(pixels_of(images, numbers, device, dtype), grid_thw=grids, return_dict=True)
     return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+
+
+def _contents(tower: torch.nn.Module, group: dist.ProcessGroup | None) -> tuple[object, ...]:
+    """Return a value that another tower, or the same on other ranks, hardly has: with a sum of 64 bits of every parameter."""
+    sums = torch.stack([_weighted_sum(one.to_local() if isinstance(one, DTensor) else one) for one in tower.parameters()])
+    kind = str(cast(Any, tower).config), *(str(one.dtype) for one in tower.parameters())
+    if group is None:
+        return (*kind, *sums.tolist())
+    all_sums = [torch.empty_like(sums) for _ in range(group.size())]
+    dist.all_gather(all_sums, sums, group=group)
+    return (*dist.get_process_group_ranks(group), *kind, *torch.cat(all_sums).tolist())
+
+
+def _weighted_sum(weights: Tensor) -> Tensor:
+    """Sum the bytes of weights, as integers of two, each times an odd number of its place. int64, on their device."""
+    numbers = weights.detach().contiguous().flatten().view(torch.int16).long()
+    places = torch.arange(len(numbers), device=numbers.device)
+    return (numbers * (places * 0x1E3779B97F4A7C15 | 1)).sum()
+
+
+def _most_of_ranks(here: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    if group is None or group.size() == 1:
+        return here
+    most = torch.tensor(here, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 def placed(features: Sequence[Tensor], rows: Tensor, embedded: Tensor) -> tuple[Tensor, list[Tensor]]:

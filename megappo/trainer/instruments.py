@@ -357,6 +357,8 @@ class Instruments:
         """Start the timers of a step, or of work outside of steps."""
         if step is not None:
             self.sections.of_step(step)
+            if self._images is not None:
+                self._images.features.clear()  # a step begins with none, also the first one of a run that goes on
         return StageTimers(observer=self, memory=self._memory)
 
     @contextmanager

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], dict[st
     "fsdp2 cp": (("qwen3_vl",), ACTS, {"cp": 2}, FSDP2),
     "lora": (("qwen3_vl",), ("adapted",), SP, {"lora": LORA, "recompute": "full"}),
     "fsdp2 lora": (("qwen2_5_vl",), ("adapted",), {}, FSDP2 | {"lora": LORA}),
-    "fsdp2 frozen": (("qwen3_vl",), ACTS, {}, FSDP2 | {"freeze": ["visual"], "recompute": "selective"}),
+    "fsdp2 frozen": (("qwen3_vl",), ACTS, {}, FSDP2 | {"freeze": ["visual"], "recompute": "selective", "micro_batch_tokens": 24}),
 }
 CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain positions": ({"tp": 2}, {}),
@@ -165,13 +165,29 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
         result = engine.forward_backward(weighted(samples), loss, reads=("weight",))
         local = engine.named_gradients()
         gradients = gather_tensors(local, engine).tensors if role == "adapted" else whole_tensors(engine, local)
+    again = passes_again(engine, weighted(samples), loss, images.store) if "freeze" in settings else None
     if role == "adapted" or (role == "policy" and engine.arch.moe is not None):
         engine.export(path.parent / f"{path.name} {role} {section.engine}", path)
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, (sorted(local), seen))
+    dist.all_gather_object(held, (sorted(local), seen, again))
     engines.close()
-    trained = sorted({name for names, _ in held for name in names})
-    return {"rows": result.tokens["rows"], "gradients": gradients, "trained": trained, "seen": [one for _, one in held]}
+    trained = sorted({name for names, *_ in held for name in names})
+    seen, again = ([one[place] for one in held] for place in (1, 2))
+    return {"rows": result.tokens["rows"], "gradients": gradients, "trained": trained, "seen": seen, "again": again}
+
+
+def passes_again(engine: Any, batch: PackedBatch, loss: Any, store: Any) -> list[tuple[Any, list[list[int]]]]:
+    """Outputs of passes, and the images of each pass through the tower, when a step begins, then, and when another one does."""
+    from megappo.models import vision
+
+    found, computed = [], vision.one_pass
+    for begins in (True, False, True):
+        if begins:
+            store.features.clear()
+        with mock.patch.object(vision, "one_pass", side_effect=computed) as tower, engine.eval_mode():
+            rows = engine.forward_backward(batch, loss, reads=("weight",), forward_only=True).tokens["rows"]
+        found.append((rows, [list(call.args[2]) for call in tower.call_args_list]))
+    return found
 
 
 @contextlib.contextmanager
@@ -276,6 +292,21 @@ def test_a_layout_is_transformers(found, oracle, kind: str, name: str, role: str
     trained = {one for one in theirs["gradients"] if not (frozen and one.startswith("visual."))}
     assert error_of(mine["gradients"], theirs["gradients"], trained) < TOLERANCE
     assert any(one.startswith("visual.") for one in mine["trained"]) == (not frozen and role != "adapted")
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, settings) in CASES.items() if "freeze" in settings])
+def test_a_frozen_tower_passes_once_a_step(found, name: str) -> None:
+    """An image that stands in several micro-batches, or in a later pass, is not computed again, with the same bits; and under fsdp2
+    all ranks enter the tower as often."""
+    of_case = found["qwen3_vl", name, "policy"]
+    ranks = of_case["again"]
+    for (first, passes), (second, none), (third, same) in ranks:
+        assert passes == same and none == []
+        assert (first is None) or (torch.equal(first, second) and torch.equal(first, third))
+        shown = [image for images in passes for image in images]
+        assert len(set(shown)) == len(shown) or name.startswith("fsdp2")  # where a rank waits for a peer with the smallest one
+    if name.startswith("fsdp2"):
+        assert len({len(passes) for (_, passes), *_ in ranks}) == 1
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_vl", "lora"), ("qwen2_5_vl", "fsdp2 lora")])

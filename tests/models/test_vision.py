@@ -14,12 +14,13 @@ import transformers
 
 from megappo.data.images import IMAGE_BASE
 from megappo.data.packing import pack
+from megappo.models import vision
 from megappo.models.hf_classes import build_on_meta, fill_buffers
 from megappo.models.hf_config import arch_for, arch_of, read_arch
 from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.pieces import Box
 from megappo.models.rope import inverse_frequencies
-from megappo.models.vision import positions_of, seen_in, tower_of
+from megappo.models.vision import features_of, positions_of, seen_in, tower_of
 from megappo.models.vision_families import tower_shape
 from megappo.models.weight_check import check_headers
 from megappo.models.weight_map import hf_tensors
@@ -164,3 +165,41 @@ def test_a_part_of_an_image_is_no_image(folder: Path) -> None:
     cut = pack([[IMAGE_BASE] * 3])
     with pytest.raises(AssertionError, match="has not 4 tokens in a row"):
         positions_of(cut.tokens, cut.cu_seqlens, store)
+
+
+def test_a_frozen_tower_computes_an_image_once_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all roles with its weights, in any order of images; other weights, and a tower that trains, compute their own."""
+    path, calls = folder / "qwen3_vl", []
+    store = images_of(path, folder / "questions.jsonl", folder / "cache").store
+    computed = vision.one_pass
+
+    def counted(tower: torch.nn.Module, images: Any, numbers: list[int], dtype: torch.dtype) -> Any:
+        calls.append(list(numbers))
+        return computed(tower, images, numbers, dtype)
+
+    def tower(seed: int, trains: bool = False) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        arch = read_arch(path).vision
+        assert arch is not None
+        return tower_of(arch, torch.float32).requires_grad_(trains)
+
+    def new_calls(one: torch.nn.Module, numbers: list[int]) -> list[list[int]]:
+        calls.clear()
+        found = features_of(one, store, numbers, torch.float32)
+        together = computed(one, store, numbers, torch.float32)
+        assert all((a - b).abs().max() < 1e-6 for a, b in zip(found, together, strict=True))
+        return calls[:]
+
+    monkeypatch.setattr(vision, "one_pass", counted)
+    first, twin, other = tower(0), tower(0), tower(0)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[3] *= 1 + 2**-23
+    assert new_calls(first, [0, 1]) == [[0], [1]] and new_calls(first, [1, 2, 0]) == [[2]]
+    assert new_calls(twin, [2, 1]) == [] and new_calls(other, [2, 1]) == [[2], [1]]
+    trained = tower(0, trains=True)
+    assert new_calls(trained, [0]) == new_calls(trained, [0]) == [[0]]
+    with torch.no_grad():
+        assert new_calls(trained, [0]) == [[0]], "its weights change in the step, with or without a graph"
+    store.features.clear()
+    store.features.free = 0
+    assert new_calls(first, [0]) == new_calls(first, [0]) == [[0]], "what does not fit is computed again"

@@ -41,6 +41,7 @@ from megappo.config.layout_checks import (
 )
 from megappo.config.role_sections import TrainableConfig, key_of_role, section_of
 from megappo.config.schema import TrainConfig
+from megappo.data.images import FEATURE_BYTES
 from megappo.data.packing import route_dtype
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
@@ -128,12 +129,16 @@ class Plan:
         return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
 
     def experience(self, rank: int) -> int:
-        """`experience_bytes` of one rank; 0 on a CPU, where they take no memory of a device."""
-        replicas = {role: self.layouts[role].dp for role in self.roles_on(rank)}
-        routes = route_bytes(self.config, self.archs.get("policy"))
-        if self.is_supervised:  # examples stay on the host
+        """`experience_bytes` and `feature_bytes` of one rank; 0 on a CPU, where they take no memory of a device."""
+        if self.device != "cuda":
             return 0
-        return experience_bytes(self.config, self.world_size, replicas, routes) if self.device == "cuda" else 0
+        replicas = {role: self.layouts[role].dp for role in self.roles_on(rank)}
+        features = feature_bytes(self.config, self.archs, replicas, self.shown)
+        if self.is_supervised:  # examples stay on the host
+            return features
+        return features + experience_bytes(
+            self.config, self.world_size, replicas, route_bytes(self.config, self.archs.get("policy"))
+        )
 
     def certain(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, without activations."""
@@ -297,6 +302,30 @@ def experience_bytes(config: TrainConfig, world_size: int, replicas: Mapping[str
     return held * step.max_sequence_tokens
 
 
+def feature_bytes(
+    config: TrainConfig, archs: Mapping[str, ModelArch], replicas: Mapping[str, int], shown: Shown | None = None
+) -> int:
+    """Most bytes of features that the frozen towers of a rank keep through a step (`data.images.Features`). replicas: as in
+    `experience_bytes`. shown: as in `make_plan`."""
+    held, samples = 0, step_arithmetic(config).samples
+    for role, count in replicas.items():
+        arch, settings = archs[role], section_of(config, role)
+        seen = shown or shown_by_keys(config, arch)
+        if seen is not None and arch.vision is not None and not tower_trains(config, role, arch):
+            of_token = (1 + arch.vision.deepstack) * arch.hidden_size * ITEMSIZE[settings.dtype]
+            held += _each(samples, count) * seen.tokens * of_token
+    return min(held, FEATURE_BYTES)
+
+
+def tower_trains(config: TrainConfig, role: str, arch: ModelArch) -> bool:
+    """True if a part of the vision tower of a role's model trains; adapters are on its language model alone."""
+    settings = section_of(config, role)
+    if arch.vision is None or role not in trained_sections(config) or not isinstance(settings, TrainableConfig) or settings.lora:
+        return False
+    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
+    return not frozen.issuperset(name for name, _ in arch.vision.tensors)
+
+
 def _token_bytes(num_fields: int) -> int:
     return 8 + 1 + 4 * num_fields  # id, response_mask, fp32 fields
 
@@ -328,9 +357,7 @@ def memory_of_stages(
         numbers = -(-(2 * route_pairs(arch) + route_bytes(config, arch)) // 4) if route_bytes(config, arch) else 0
         work = replace(work, values=(work.values[0] + numbers, work.values[1] + numbers))
     frozen = frozen_of(settings, arch, value_head=work.value_head)
-    tower = () if arch.vision is None else [name for name, _ in arch.vision.tensors]
-    tower_trains = work.trained and work.lora is None and not frozen.issuperset(tower)  # adapters are on the language model alone
-    kept, found = replace(work, frozen=frozen, tower_trains=tower_trains), {}
+    kept, found = replace(work, frozen=frozen, tower_trains=tower_trains(config, role, arch)), {}
     for stage in stages:
         count = None
         if settings.engine == "megatron":
@@ -385,8 +412,9 @@ def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device
 def patches_of(
     config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, work: RoleWork, shown: Shown | None
 ) -> tuple[int, int]:
-    """Most patches of images in a micro-batch of (a training pass, a pass without gradients): if no two of its samples show the
-    same image, and responses are so short that as many samples as can be are in it."""
+    """Most patches of images in a pass of a tower, of (a training pass, a pass without gradients): if no two samples of the
+    micro-batch show the same image, and responses are so short that as many samples as can be are in it. A frozen tower passes the
+    images of a sample at most."""
     shown = shown or shown_by_keys(config, arch)
     if shown is None or arch.vision is None:
         return 0, 0
@@ -395,7 +423,8 @@ def patches_of(
         (work.micro_batch_tokens, samples_of_pass(config, role, step)),
         (work.forward_tokens or work.micro_batch_tokens, step.samples),
     )
-    training, forward = (min(tokens, _each(samples, layout.dp) * shown.tokens) for tokens, samples in passes)
+    together = (_each(samples, layout.dp) if tower_trains(config, role, arch) else 1 for _, samples in passes)
+    training, forward = (min(tokens, count * shown.tokens) for (tokens, _), count in zip(passes, together))
     return training * arch.vision.merge**2, forward * arch.vision.merge**2
 
 

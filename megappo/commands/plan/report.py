@@ -7,7 +7,15 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.commands.plan.estimate import Plan, ids_of_token, route_bytes, samples_of_pass, sequences_at_once, work_out
+from megappo.commands.plan.estimate import (
+    Plan,
+    feature_bytes,
+    ids_of_token,
+    route_bytes,
+    samples_of_pass,
+    sequences_at_once,
+    work_out,
+)
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.commands.plan.tower import shown_by_keys
@@ -256,9 +264,12 @@ def _image_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[
         return
     yield f"  images: up to {shown.tokens:,} tokens of a prompt ({shown.source})"
     towers = {role: stages[0] for role, stages in plan.memory.items() if stages[0].patches}
-    yield "  their towers, all samples of a micro-batch with other images and short responses:"
+    yield "  their towers; of one that trains all samples of a micro-batch with other images and short responses:"
     for role, one in towers.items():
         yield f"    {role}: {one.patches:,} patches, which take up to {size(one.tower)} {unit} of its activations"
+    replicas = {role: plan.layouts[role].dp for role in towers}
+    if plan.device == "cuda" and (kept := feature_bytes(plan.config, plan.archs, replicas, plan.shown)):
+        yield f"  features of frozen towers, kept through a step, take up to {size(kept)} {unit} of the experience"
 
 
 def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:

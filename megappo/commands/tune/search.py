@@ -15,6 +15,7 @@ from typing import Any
 from megappo.commands.plan.estimate import (
     beside_sampler,
     experience_bytes,
+    feature_bytes,
     memory_of_rollout,
     memory_of_stages,
     roles_beside_sampler,
@@ -236,9 +237,9 @@ class Search:
         replicas = {role: need.layout.dp for role, need in needs.items() if role in names}
         key = tuple(sorted(replicas.items()))
         if key not in self._experience:
-            self._experience[key] = experience_bytes(
-                self.config, self.machine.world_size, replicas, route_bytes(self.config, self.archs.get("policy"))
-            )
+            routes = route_bytes(self.config, self.archs.get("policy"))
+            self._experience[key] = experience_bytes(self.config, self.machine.world_size, replicas, routes)
+            self._experience[key] += feature_bytes(self.config, self.archs, replicas)
         return self._experience[key]
 
     def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megappo.commands.plan import estimate
 from megappo.commands.plan.activations import RoleWork
+from megappo.commands.plan.estimate import feature_bytes
 from megappo.commands.plan.memory import role_memory
 from megappo.commands.plan.tower import kept_bytes, working_bytes
-from megappo.models.vision import features_of, tower_of
+from megappo.config.loading import load_config
+from megappo.models.hf_config import read_arch
+from megappo.models.vision import one_pass, tower_of
 from megappo.parallel.layout import ParallelLayout
 from tests.commands.plan.live import Live
 from tests.models.vision_cases import TOWERS, images_of, vision_arch, write_questions, write_vision_checkpoint
@@ -40,8 +44,9 @@ def test_a_tower_holds_what_is_planned_within_a_tenth(stores, kind: str, dtype: 
     def peak(trains: bool) -> int:
         tower.requires_grad_(trains)
         gc.collect()
-        with (live := Live([*tower.parameters(), *tower.buffers()])):
-            features = features_of(tower, store, images, dtype)
+        # A frozen tower gets one image at a time in a run.
+        with torch.set_grad_enabled(trains), (live := Live([*tower.parameters(), *tower.buffers()])):
+            features = one_pass(tower, store, images, dtype)
         assert features[0].requires_grad == trains
         return live.peak
 
@@ -67,3 +72,18 @@ def test_a_first_stage_keeps_the_towers_of_all_micro_batches_in_flight() -> None
     assert trained[0] - plain[0] == 2 * (patches * kept_bytes(arch.vision, 2) + late)  # two micro-batches are in flight
     assert plain[0] < frozen[0] < trained[0] and frozen[1] == trained[1] == patches * working_bytes(arch.vision, 2)
     assert activations(1, tower_trains=True, **seeing) == activations(1), "the stage behind it has no tower"
+
+
+def test_features_of_frozen_towers_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the samples of a step on a rank, for every role whose tower does not train, up to the limit of a run."""
+    configs = Path(__file__).parents[3] / "configs"
+    arch = read_arch(configs / "models/Qwen2.5-VL-3B-Instruct")
+    frozen = load_config(configs / "recipes/ppo_images.yaml")
+    trained = load_config(configs / "recipes/ppo_images.yaml", ["policy.freeze=[]", "critic.freeze=[]"])
+    archs, replicas = dict.fromkeys(("policy", "critic", "reference"), arch), {"policy": 4, "reference": 4}
+    monkeypatch.setattr(estimate, "FEATURE_BYTES", 2**50)
+    of_role = 128 * 4 // 4 * 1024 * arch.hidden_size * 2
+    assert feature_bytes(frozen, archs, replicas) == 2 * of_role
+    assert feature_bytes(trained, archs, replicas) == of_role
+    monkeypatch.setattr(estimate, "FEATURE_BYTES", 2**30)
+    assert feature_bytes(frozen, archs, replicas) == 2**30
