@@ -39,7 +39,7 @@ QUICKSTART = Path(__file__).parent.parent.parent / "configs/quickstart.yaml"
 
 
 def quickstart_config(folder: Path, name: str, device: str) -> dict[str, Any]:
-    """configs/quickstart.yaml at its own batch, from the random model that scripts/quickstart_model.py wrote into `folder`."""
+    """configs/quickstart.yaml with half its batch, from the random model that scripts/quickstart_model.py wrote into `folder`."""
     config = yaml.safe_load(QUICKSTART.read_text())
     changes = {
         "run.name": name,
@@ -53,10 +53,11 @@ def quickstart_config(folder: Path, name: str, device: str) -> dict[str, Any]:
         # The model guesses: an end of the sequence is a score that it finds, a sum is not.
         "reward.parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}],
         "critic.warmup.steps": 1,
-        **{f"{role}.optimizer.warmup_steps": 2 for role in ("policy", "critic")},
+        **{f"{role}.optimizer.warmup_steps": 1 for role in ("policy", "critic")},
         # Full micro-batches, whose size the plan knows.
         "policy.micro_batch_tokens": 1024,
         "reference.micro_batch_tokens": 1024,
+        "data.prompts_per_step": 64,  # still several micro-batches of each role in each update
         "trainer.steps": 2,
     }
     return without_evaluation(set_keys(config, changes))
