@@ -292,6 +292,7 @@ OF_DEMONSTRATIONS: tuple[Dead, ...] = (
 )
 
 OF_RANKINGS: tuple[Dead, ...] = (
+    _OF_IMAGES,
     Dead(
         ("data.chosen_key", "data.rejected_key", "data.margin_key", "data.tie_key"),
         lambda c: c.data.responses_key is not None,

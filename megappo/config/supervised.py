@@ -197,7 +197,7 @@ class SftConfig(SupervisedConfig):
 # ------------------------------------------------------------------------------------------------------------ reward models
 
 
-class PairDataConfig(SupervisedDataConfig):
+class PairDataConfig(PicturedDataConfig):
     prompt_key: str = "prompt"
     """Field with the question (a string, or a list of chat messages). Not read where the responses are whole conversations;
     where a record lacks it, its responses begin with it."""
@@ -329,7 +329,7 @@ class OrpoLossConfig(Section):
 PreferenceLossConfig = SigmoidLossConfig | IpoLossConfig | KtoLossConfig | SimpoLossConfig | OrpoLossConfig
 
 
-class DpoDataConfig(PairDataConfig, PicturedDataConfig):
+class DpoDataConfig(PairDataConfig):
     response_key: str = "completion"
     """Field with a single response, for KTO."""
     label_key: str = "label"

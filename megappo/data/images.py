@@ -41,6 +41,8 @@ THUMBNAIL = 192
 """Pixels of a thumbnail's longer side: 1 to 8 KB as JPEG."""
 FEATURE_BYTES = 2**30
 """Most bytes of features that a rank keeps through a step (`Features`)."""
+PROCESSOR = "preprocessor_config.json"
+"""File of a checkpoint that says how its model sees images."""
 _PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
 _MOST_SIDE_RATIO = 200  # of the processor
 
@@ -175,29 +177,48 @@ class PromptImages:
         folder = self.folders[name.rpartition("#")[0]]
         return [self.store.number(one.name) for one in references(record, self.key, self.root, folder, name)]
 
-    def encoded(self, question: Any, numbers: Sequence[int], encode: Callable[[Any], list[int]], name: str) -> list[int]:
+    def shown_in(self, tokens: Sequence[int]) -> list[int]:
+        """Return the numbers of the images in tokens, in order."""
+        features, found = [one - IMAGE_BASE for one in tokens if one >= IMAGE_BASE], []
+        while features:
+            found.append(features[0])
+            del features[: self.store.num_tokens(features[0])]
+        return found
+
+    def encoded(
+        self,
+        question: Any,
+        numbers: Sequence[int],
+        encode: Callable[[Any], list[int]],
+        name: str = "",
+        *,
+        is_answered: bool = False,
+    ) -> list[int]:
         """Encode a question with the images in the places of its markers. encode: question -> ids, with one image token for each
-        place. ValueError, with the record's name, if there are more or fewer markers than images."""
+        place. is_answered: the ids go on with a response, whose image tokens are of text. ValueError, with the record's name if it
+        is given, if there are more or fewer markers than images."""
+        name = name and f"{name}: "
         texts = [question] if isinstance(question, str) else [message["content"] for message in question]
         marked = sum(text.count(MARKER) for text in texts)
         if marked != len(numbers):
             fix = f"every image has its place at one {MARKER} in the question, or is a part {{type: image}} of it"
-            raise ValueError(f"{name}: {marked} {MARKER} for {len(numbers)} images of data.image_key={self.key}: {fix}")
+            raise ValueError(f"{name}{marked} {MARKER} for {len(numbers)} images of data.image_key={self.key}: {fix}")
         if marked > MOST_IMAGES:
-            raise ValueError(f"{name}: {marked} images in a prompt; {MOST_IMAGES} are the most, leave the record out")
+            raise ValueError(f"{name}{marked} images in a prompt; {MOST_IMAGES} are the most, leave the record out")
         if isinstance(question, str):
             ids = encode(question.replace(MARKER, self.places.text))
         else:
             ids = encode([{**one, "content": one["content"].replace(MARKER, self.places.text)} for one in question])
-        if ids.count(self.places.token) != marked:
-            what = f"{ids.count(self.places.token)} image tokens (id {self.places.token}) for {marked} {MARKER}"
-            raise ValueError(f"{name}: the prompt has {what}: write {MARKER} where an image stands, and no such tokens")
+        found = ids.count(self.places.token)
+        if found < marked or (found > marked and not is_answered):
+            what = f"{found} image tokens (id {self.places.token}) for {marked} {MARKER}"
+            raise ValueError(f"{name}the prompt has {what}: write {MARKER} where an image stands, and no such tokens")
         images = iter(numbers)
-        spread = ([one] if one != self.places.token else self._features(next(images)) for one in ids)
+        spread = ([one] if one != self.places.token else self._features(next(images, None)) for one in ids)
         return [one for part in spread for one in part]
 
-    def _features(self, number: int) -> list[int]:
-        return [IMAGE_BASE + number] * self.store.num_tokens(number)
+    def _features(self, number: int | None) -> list[int]:
+        return [self.places.token] if number is None else [IMAGE_BASE + number] * self.store.num_tokens(number)
 
 
 def key_of_images(images: PromptImages | None) -> dict[str, Any]:
@@ -327,7 +348,7 @@ def _processor(places: Places, max_pixels: int | None) -> tuple[Any, dict[str, A
     import PIL
     import transformers
 
-    file = places.processor / "preprocessor_config.json"
+    file = places.processor / PROCESSOR
     if not file.is_file():
         raise ValueError(
             f"{places.processor} has no {file.name}, which says how its model sees images; take it from the checkpoint"

@@ -201,12 +201,12 @@ def _encode(
 ) -> Iterator[tuple[list[int], str]]:
     marked = record if images is None else {key: with_markers(value) for key, value in record.items()}
     question, sides = _question_and_sides(rules, marked, name)
+    shown = [] if images is None else images.of_record(record, name)
     if rules.scored:
-        sequences = _scored_texts(tokenizer, rules, question, sides, name)
+        sequences = _scored_texts(tokenizer, rules, (images, shown), (question, sides), name)
         spans = [[0, len(one)] for one in sequences]
     else:
         encode = partial(encode_question, tokenizer=tokenizer, prompt_format=rules.format, name=name)
-        shown = [] if images is None else images.of_record(record, name)
         prompt = encode(question) if images is None else images.encoded(question, shown, encode, name)
         if shown and not all(isinstance(side, str) for side in sides):
             raise ValueError(f"{name}: a response of several messages beside {len(shown)} images; only texts go with images")
@@ -241,12 +241,23 @@ def _learned(
 
 
 def _scored_texts(
-    tokenizer: Tokenizer, rules: PreferenceRules, question: str | list[Message], sides: Sequence[Response], name: str
+    tokenizer: Tokenizer,
+    rules: PreferenceRules,
+    seen: tuple[PromptImages | None, Sequence[int]],
+    said: tuple[str | list[Message], Sequence[Response]],
+    name: str,
 ) -> list[list[int]]:
-    text = RewardText(tokenizer, rules.format.chat_template, rules.prompt_key, rules.format, rules.pad_id, rules.max_tokens)
+    """Return the ids of question and response of each side. seen: images of the run, and the question's among them. said: question
+    and sides."""
+    (images, shown), (question, sides), chat = seen, said, rules.format.chat_template
+    text = RewardText(tokenizer, chat, rules.prompt_key, rules.format, rules.pad_id, rules.max_tokens, images)
+
+    def begin(question: str | list[Message]) -> list[int]:
+        return tokenizer.conversation(rules.format.messages(question))
+
     try:
-        sequences = [text.of_question(question, side) for side in sides]
-        before = tokenizer.conversation(rules.format.messages(question)) if text.chat_template else []
+        sequences = [text.of_question(question, side, shown) for side in sides]
+        before = [] if not chat else begin(question) if images is None else images.encoded(question, shown, begin)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     for side, tokens in zip(sides, sequences):

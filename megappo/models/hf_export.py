@@ -155,7 +155,7 @@ def export_pieces(
     `source_dir`; its ids end a response of the export too. None copies the files in `source_dir`. `out_dir` must not exist and
     appears when it is complete. ValueError or OSError on every rank if one fails.
     """
-    if model.value_head and model.arch.vision is not None:
+    if model.value_head and model.arch.vision is not None and not model.arch.scores_texts:
         raise ValueError(f"a critic of {model.arch.architecture} is not exported: transformers has no such class with a value head")
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     shards = plan_shards(model.arch, groups.layout, model.value_head, model.dtype.itemsize, shard_bytes)
@@ -292,20 +292,32 @@ def _end_with(file: Path, eos_ids: Sequence[int]) -> None:
         file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def _whole_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
+def _whole_config(model: Written, source: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
     """Make config.json of an exported vision-language model, in the source's own form."""
     config = {key: value for key, value in source.items() if key != "quantization_config"}
     for part in (config, *(config[key] for key in ("text_config", "vision_config") if key in config)):
         for key in {"dtype", "torch_dtype"} & part.keys() or {"dtype"}:
             part[key] = _DTYPE_NAMES[model.dtype]
+    if model.value_head:
+        config["architectures"] = [VISION_FAMILIES[model.arch.architecture].classifier]
+        config |= _labels(model)
+        if text_config(source).get("pad_token_id") is None:
+            config["pad_token_id"] = pad_id
     return config
+
+
+def _labels(model: Written) -> dict[str, dict[str, Any]]:
+    """Return the keys of config.json that name the rows of a value head."""
+    labels = ["VALUE"] if model.arch.head_rows == 1 else [f"BIN_{row}" for row in range(model.arch.head_rows)]
+    names = {str(row): label for row, label in enumerate(labels)}
+    return {"id2label": names, "label2id": {label: row for row, label in enumerate(labels)}}
 
 
 def export_config(model: Written, source: Mapping[str, Any], pad_id: int | None = None) -> dict[str, Any]:
     """Make config.json of the exported text-only model from the config it was trained from. pad_id: of the tokenizer."""
     arch, config = model.arch, text_config(source)
     if arch.vision is not None:
-        return _whole_config(model, source)
+        return _whole_config(model, source, pad_id)
     of_head = "SequenceClassification" if arch.scores_texts else "TokenClassification"
     head = of_head if model.value_head else "CausalLM"
     # Without a family `architecture` is the language model's, whatever the source's own head.
@@ -324,8 +336,5 @@ def export_config(model: Written, source: Mapping[str, Any], pad_id: int | None 
     if model.value_head:
         if arch.scores_texts and config.get("pad_token_id") is None:
             config["pad_token_id"] = pad_id  # without one, transformers finds no end of a text in a batch
-        labels = ["VALUE"] if arch.head_rows == 1 else [f"BIN_{row}" for row in range(arch.head_rows)]
-        config.update(
-            id2label={str(row): label for row, label in enumerate(labels)}, label2id=dict(zip(labels, range(len(labels))))
-        )
+        config |= _labels(model)
     return config

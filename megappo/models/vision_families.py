@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.models.arch import VisionArch
+from megappo.data.images import Places
+from megappo.models.arch import ModelArch, VisionArch
 
 TOWER = "visual."
 """Beginning of the names of a tower's tensors."""
@@ -45,6 +47,12 @@ class VisionFamily:
     """tie_word_embeddings counts in text_config too; otherwise, for transformers and vLLM, at the top level alone."""
     stacked: bool = False
     """The checkpoint has a tensor [experts, in, out] for gate and up, side by side, and one for down, of all experts of a layer."""
+
+    @property
+    def classifier(self) -> str:
+        """Architecture of a reward model: the same tensors with `score.weight` in place of the output projection. transformers has
+        no such class; vLLM takes the name for the model with a head that classifies."""
+        return self.architecture.replace("ConditionalGeneration", "SequenceClassification")
 
 
 def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
@@ -122,8 +130,17 @@ _ALL = (
         stacked=True,
     ),
 )
-VISION_FAMILIES = {family.architecture: family for family in _ALL}
-"""Architecture of a checkpoint -> its family."""
+VISION_FAMILIES = {name: family for family in _ALL for name in (family.architecture, family.classifier)}
+"""Architecture of a checkpoint, a reward model's too -> its family."""
+
+
+def places_of(path: str | Path, arch: ModelArch) -> Places:
+    """Return where images stand in the prompts of a vision-language checkpoint directory."""
+    assert arch.vision is not None, "a model without a tower is refused"
+    vision = arch.vision
+    return Places(
+        Path(path), VISION_FAMILIES[arch.architecture].place, vision.image_token, vision.patch, vision.merge, vision.frames
+    )
 
 
 def language_config(config: Mapping[str, Any], family: VisionFamily) -> dict[str, Any]:

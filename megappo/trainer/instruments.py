@@ -413,7 +413,11 @@ class Instruments:
         model = self._models.get(REWARD_MODEL)
         if model is None:
             return None
-        own = model.forward(torch.tensor(record.scored.model_lengths, dtype=torch.long))
+        lengths, shown = (
+            torch.tensor(record.scored.model_lengths, dtype=torch.long),
+            self.shown(REWARD_MODEL, record.experience.batch),
+        )
+        own = model.forward(lengths, shown)
         flops, tokens = total(torch.tensor([own.flops, own.tokens])).tolist()
         return Work(flops, 0, tokens)
 

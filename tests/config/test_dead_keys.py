@@ -142,6 +142,7 @@ DEAD_REWARD = [
     ),
     (["data.responses_key=answers"], "data.margin_key=by", "data.responses_key=null"),
     ([], "loss.tie_margin=0.5", "data.tie_key=even"),
+    ([], "data.image_root=pictures", "data.image_key=images"),
 ]
 KINDS_OF_CASES = {
     TrainConfig: (train_config, DEAD),

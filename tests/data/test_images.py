@@ -19,9 +19,12 @@ from megappo.data.images import IMAGE_BASE, PromptImages, open_images
 from megappo.data.preferences import PairKeys, PreferenceRules, preferences_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat
+from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
 from megappo.data.tokenizers import load_tokenizer
-from tests.models.vision_cases import IMAGE_TOKEN, PICTURES, images_of, places_of, squares, write_questions, write_vision_checkpoint
+from megappo.models.hf_config import read_arch
+from megappo.models.vision_families import places_of
+from tests.models.vision_cases import IMAGE_TOKEN, PICTURES, images_of, squares, write_questions, write_vision_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,9 @@ def opened(
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
     source = open_source(str(file))
-    return open_images([source], "images", root, places_of(folder / "model"), max_pixels, Cache(folder / "cache"))
+    return open_images(
+        [source], "images", root, places_of(folder / "model", read_arch(folder / "model")), max_pixels, Cache(folder / "cache")
+    )
 
 
 def png(image: Image.Image, **options: Any) -> bytes:
@@ -228,3 +233,20 @@ def test_other_processes_map_the_same_files(folder: Path) -> None:
     sent = pickle.dumps(store)
     assert len(sent) < 1000
     assert numpy.array_equal(pickle.loads(sent).patches([2, 0]), store.patches([2, 0]))
+
+
+def test_a_text_cut_to_a_reward_models_positions_has_whole_images(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "model")
+    ids = [1, 2, *[IMAGE_BASE] * 4, 3, *[IMAGE_BASE + 1] * 2, 4]
+    for positions, left in (
+        (10, ids),
+        (9, ids[1:]),
+        (8, ids[2:]),
+        (7, ids[6:]),
+        (4, ids[6:]),
+        (3, ids[7:]),
+        (2, ids[9:]),
+        (1, ids[9:]),
+    ):
+        text = RewardText(tokenizer, True, "prompt", PromptFormat(True, "", ""), None, positions)
+        assert text.fitted(ids) == left

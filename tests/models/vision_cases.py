@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megappo.data.cache import Cache
-from megappo.data.images import IMAGE_BASE, Places, PromptImages, open_images
+from megappo.data.images import IMAGE_BASE, PromptImages, open_images
 from megappo.data.sources import open_source
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_of, read_arch
-from megappo.models.vision_families import VISION_FAMILIES
+from megappo.models.vision_families import places_of
 from scripts.quickstart_images import write_tokenizer
 
 # Of ids: 256 bytes, then these.
@@ -128,6 +128,19 @@ def as_published(path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def as_classifier(path: Path) -> None:
+    """Turn the checkpoint into a reward model: another architecture, and a head of one row in place of the output projection."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    named = [config["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")]
+    file.write_text(json.dumps(config | {"architectures": named, "id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}))
+    weights = path / "model.safetensors"
+    tensors = {name: one for name, one in load_file(weights).items() if name != "lm_head.weight"}
+    hidden = config["text_config"]["hidden_size"]
+    tensors["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(3)) / hidden**0.5
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
 def write_processor(path: Path, processor: str, patch: int) -> None:
     side = 2 * patch
     settings = {
@@ -169,14 +182,6 @@ PICTURES: tuple[tuple[dict[str, int], tuple[int, int]], ...] = (
 QUESTIONS = (("How many?<image>", [0]), ("None.", []), ("Two <image><image>", [1, 2]), ("<image>One", [3]), ("Again <image>", [0]))
 
 
-def places_of(path: Path) -> Places:
-    arch = read_arch(path)
-    assert arch.vision is not None
-    vision = arch.vision
-    text = VISION_FAMILIES[arch.architecture].place
-    return Places(path, text, vision.image_token, vision.patch, vision.merge, vision.frames)
-
-
 def write_questions(folder: Path) -> Path:
     """Write the pictures and questions.jsonl."""
     for number, (counts, size) in enumerate(PICTURES):
@@ -188,7 +193,7 @@ def write_questions(folder: Path) -> Path:
 
 
 def images_of(path: Path, file: Path, cache: Path) -> PromptImages:
-    return open_images([open_source(str(file))], "images", None, places_of(path), None, Cache(cache))
+    return open_images([open_source(str(file))], "images", None, places_of(path, read_arch(path)), None, Cache(cache))
 
 
 @dataclass(frozen=True)

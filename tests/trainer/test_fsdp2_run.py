@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,9 @@ import pytest
 import torch
 import transformers
 
+from megappo.models.hf_config import read_arch
 from megappo.telemetry.jsonl import read_lines
+from megappo.trainer.prepare.reward_model import check_classifier, check_head
 from tests.models.vision_cases import write_questions, write_vision_checkpoint
 from tests.trainer.preference_runs import run_all as run_preferences
 from tests.trainer.preference_runs import run_config
@@ -82,11 +85,12 @@ def seeing_config(folder: Path, name: str) -> dict[str, Any]:
     return config
 
 
-def pairs_config(folder: Path, engine: str) -> dict[str, Any]:
-    """Two steps of DPO on pairs of answers to questions about pictures."""
+def pairs_config(folder: Path, kind: str, engine: str) -> dict[str, Any]:
+    """Two steps of DPO, or of a reward model, on pairs of answers to questions about pictures."""
     sizes = {"trainer": {"steps": STEPS, "batch_size": 4}, "data.max_tokens": 64, "data.image_key": "images"}
     changes = {"role.model": str(folder / VISION), "role.engine": engine, "data.train": str(folder / "pairs.jsonl")}
-    config = run_config(folder, "dpo", f"pairs-{engine}", **sizes, **changes)
+    config = run_config(folder, kind, f"{kind}-{engine}", **sizes, **changes)
+    config["checkpoint"]["export_at_end"] = kind == "reward_model"
     del config["data"]["eval"], config["data"]["tokenizer"]
     return config
 
@@ -108,7 +112,7 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     run_many(rank, [(config_of(folder, name, name), False) for name in RUNS])
     run_many(rank, [(seeing_config(folder, name), False) for name in SEEING])
-    run_preferences(rank, [(pairs_config(folder, engine), False) for engine in ("megatron", "fsdp2")])
+    run_preferences(rank, [(pairs_config(folder, *one), False) for one in product(("dpo", "reward_model"), ("megatron", "fsdp2"))])
     for name, (begins, resumes) in (INTERRUPTED | {"recut": ("fsdp2", "cut")}).items():
         branch_off(folder, begins, name, 1)
         with mock.patch("megappo.trainer.run_facts.warn_once", lambda _, __, line: said.setdefault(name, []).append(line)):
@@ -226,12 +230,26 @@ def test_images_train_as_under_megatron(folder: Path) -> None:
     assert shown <= {(0, 0), (1, 1), (2, 2)} and len(shown) > 1
 
 
-def test_preferences_with_images_are_learned_as_under_megatron(folder: Path) -> None:
-    first, second = (read_lines(folder / "runs" / f"pairs-{engine}" / "metrics.jsonl") for engine in ("megatron", "fsdp2"))
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_preferences_with_images_are_learned_as_under_megatron(folder: Path, kind: str) -> None:
+    first, second = (read_lines(folder / "runs" / f"{kind}-{engine}" / "metrics.jsonl") for engine in ("megatron", "fsdp2"))
     for mine, theirs in zip(first, second, strict=True):
-        names = ("dpo/loss", "dpo/margin", "dpo/grad_norm")
+        names = [f"{kind}/{name}" for name in ("loss", "margin", "grad_norm")]
         assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-4, abs=1e-5)
-    assert first[0]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4) and first[1]["dpo/loss"] < first[0]["dpo/loss"] - 1e-3
+    before, after = (row[f"{kind}/loss"] for row in first)
+    assert before == pytest.approx(math.log(2), abs=1e-4) and after < before - 1e-3
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_the_export_of_a_reward_model_with_pictures_is_one(folder: Path, engine: str) -> None:
+    """Every tensor of transformers' class but its output projection, and a head, under a name that vLLM takes for a classifier."""
+    export = folder / "runs" / f"reward_model-{engine}" / "export"
+    check_classifier(export)
+    check_head(export, read_arch(export).hidden_size)
+    _, loading = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(export, output_loading_info=True)
+    assert loading["missing_keys"] == {"lm_head.weight"} and loading["unexpected_keys"] == {"score.weight"}
+    assert json.loads((export / "config.json").read_text())["architectures"] == ["Qwen3VLMoeForSequenceClassification"]
+    assert (export / "preprocessor_config.json").is_file()
 
 
 @pytest.mark.parametrize("name", SEEING)

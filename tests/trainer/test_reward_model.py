@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
+from megappo.data.images import IMAGE_BASE, PromptImages
 from megappo.data.prompts import Prompt
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
 from megappo.trainer.model_outputs import NonFiniteOutput
+from tests.models.vision_cases import (
+    IMAGE_TOKEN,
+    KINDS,
+    Sample,
+    as_classifier,
+    images_of,
+    inputs_of,
+    write_questions,
+    write_vision_checkpoint,
+)
+from tests.models.vision_cases import QUESTIONS as PICTURED
 from tests.trainer.reward_models import (
     EOS_AT_END,
     QUESTIONS,
@@ -55,6 +68,15 @@ TABLE = [("llama", layout) for layout in LAYOUTS] + [(model, layout) for model i
 NEWER = {"gemma3": "tp2 sp", "deepseek_v3": "tp2 sp", "gpt_oss": "pp2", "qwen3_next": "pp2", "qwen3_5": "tp2 sp"}
 MODELS |= {case: (case, {}) for case in NEWER}
 TABLE += NEWER.items()
+# Reward models that see the pictures of prompts: model, name, section.
+SEES: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2_5_vl", "tp2", {"parallel": {"tp": 2, "sequence_parallel": True}}),
+    ("qwen3_vl", "pp2", {"parallel": {"pp": 2}}),
+    ("qwen3_vl", "fsdp2", {"parallel": {}, "engine": "fsdp2"}),
+]
+SEEING = tuple(dict.fromkeys(model for model, *_ in SEES))
+# A response with the text of a picture's place has a token of text there.
+SEEN = ("Three.", "None <image>, <|image_pad|>.", "One and four", "", "3")
 
 
 def prompts() -> list[Prompt]:
@@ -67,6 +89,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reward_models")
     for name, (case, keys) in MODELS.items():
         write_reward_model(folder / name, case, **keys)
+    write_questions(folder)
+    for name in SEEING:
+        write_vision_checkpoint(folder / name, name)
+        as_classifier(folder / name)
+        pictured(folder, name)  # the ranks find the store made
     write_reward_model(folder / "moe", "qwen3_moe")
     write_reward_model(folder / "other head", "llama3_tied")
     head = {"score.weight": torch.randn(1, 64, generator=torch.Generator().manual_seed(8))}
@@ -76,7 +103,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any, Any]:
+def scorer_of(section: Mapping[str, Any], folder: Path, model: str, asked: list[Prompt], images: Any = None) -> tuple[Any, Any]:
     """(scorer as in a run, factory of its engine)"""
     from megappo.config.run_sections import TimeoutsConfig
     from megappo.data.cache import Cache
@@ -88,17 +115,17 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.trainer.reward_model import ModelScorer
 
     config = validated(config_of(folder, folder / model, **section), TrainConfig)
-    loaded = load_reward_text(config, {"data.train": (PromptSet(tuple(prompts()[:1]), 1, 0, 99), config.data)}, Cache())
+    loaded = load_reward_text(config, {"data.train": (PromptSet(tuple(asked[:1]), 1, 0, 99), config.data)}, Cache(), images)
     assert loaded is not None
     device = select_device("cpu")
     start_distributed(device, TimeoutsConfig())
     engines = RoleEngines(config.model, TimeoutsConfig(), device)
-    role = build_role(config, "reward_model", engines, None)
+    role = build_role(config, "reward_model", engines, None, images=None if images is None else images.store)
     return ModelScorer(role, role.engine.shares, loaded.text, config.reward_model), engines
 
 
-def scored(scorer: Any, asked: list[Prompt]) -> list[Verdict]:
-    judged = [Judged(f"{one.id} (sample {i})", text, "", False, 1, {}) for i, (one, text) in enumerate(zip(asked, RESPONSES))]
+def scored(scorer: Any, asked: list[Prompt], responses: Sequence[str] = RESPONSES) -> list[Verdict]:
+    judged = [Judged(f"{one.id} (sample {i})", text, "", False, 1, {}) for i, (one, text) in enumerate(zip(asked, responses))]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares: list = [None] * world_size
     dist.all_gather_object(shares, scorer(asked[rank::world_size], judged[rank::world_size]))
@@ -121,8 +148,11 @@ def run_scores(rank: int, folder: Path, jobs: list[tuple[str, str, dict[str, Any
     """Name of a job -> its scores; of what failed, the message."""
     found: dict[str, Any] = {}
     for name, model, section in jobs:
-        scorer, engines = scorer_of(section, folder, model)
+        if model in SEEING:
+            found |= with_images(name, model, section, folder)
+            continue
         asked = plain(prompts()) if section.get("chat_template") is False else prompts()
+        scorer, engines = scorer_of(section, folder, model, asked)
         found[name] = scored(scorer, asked)
         if name == "offload":
             found["storage"] = sum(p.untyped_storage().nbytes() for p in scorer.model.engine.named_parameters().values())
@@ -154,6 +184,31 @@ def with_faults(scorer: Any) -> dict[str, Any]:
     return found
 
 
+def with_images(name: str, model: str, section: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Scores of prompts with pictures, and of the same without a tower (a negative control)."""
+    from megappo.models import gpt, hf_classes
+
+    asked, images = pictured(folder, model)
+    scorer, engines = scorer_of(section, folder, model, asked, images)
+    found = {name: scored(scorer, asked, SEEN)}
+    module: Any = hf_classes if section.get("engine") == "fsdp2" else gpt
+    features = module.features_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "features_of", lambda *args: [0.0 * one for one in features(*args)])
+        found[f"{name}, blind"] = scored(scorer, asked, SEEN)
+    engines.close()
+    return found
+
+
+def pictured(folder: Path, model: str) -> tuple[list[Prompt], PromptImages]:
+    images = images_of(folder / model, folder / "questions.jsonl", folder / "cache")
+    asked = []
+    for number, (text, shown) in enumerate(PICTURED):
+        tokens = [IMAGE_BASE + one for one in shown for _ in range(images.store.num_tokens(one))]
+        asked.append(Prompt(f"p#{number}", tuple(tokens), text, "", {"prompt": text}))
+    return asked, images
+
+
 def plain(asked: list[Prompt]) -> list[Prompt]:
     """Those that are no list of chat messages."""
     return [prompt for prompt in asked if isinstance(prompt.record["prompt"], str)]
@@ -162,6 +217,7 @@ def plain(asked: list[Prompt]) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def scores(folder) -> dict[str, Any]:
     jobs = [(f"{model} {layout}", model, {"parallel": LAYOUTS[layout]}) for model, layout in TABLE]
+    jobs += [(f"{model} {name}", model, section) for model, name, section in SEES]
     jobs += [
         ("moe ep2", "moe", {"parallel": EP2}),
         ("other head", "other head", {"parallel": {"tp": 2}}),
@@ -186,6 +242,28 @@ def expected(folder) -> dict[str, list[float]]:
 def test_the_scores_are_those_of_transformers(scores, expected, model: str, layout: str) -> None:
     assert raw(scores[f"{model} {layout}"]) == pytest.approx(expected[model], abs=TOLERANCE)
     assert min(abs(a - b) for i, a in enumerate(expected[model]) for b in expected[model][:i]) > 10 * TOLERANCE, "all differ"
+
+
+@pytest.mark.parametrize("model, name", [one[:2] for one in SEES])
+def test_scores_of_prompts_with_pictures_are_those_of_transformers(scores, folder, model: str, name: str) -> None:
+    """Of its own class, whose backbone has the head behind it: transformers has no sequence classifier that sees."""
+    images, head = pictured(folder, model)[1], load_file(folder / model / "model.safetensors")["score.weight"]
+    backbone = KINDS[model][1].from_pretrained(folder / model, dtype=torch.float32, attn_implementation="eager").model
+    tokenizer, expected = transformers.AutoTokenizer.from_pretrained(folder / model), []
+    for (question, shown), response in zip(PICTURED, SEEN):
+        turns = messages_of(question.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>"))
+        ids = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": response}], return_dict=False)
+        numbers, coded = iter(shown), []
+        for one in ids:
+            number = next(numbers, None) if one == IMAGE_TOKEN else None
+            coded += [one] if number is None else [IMAGE_BASE + number] * images.store.num_tokens(number)
+        with torch.no_grad():
+            last = backbone(**inputs_of(Sample.of(coded, shown), images)).last_hidden_state[0, -1]
+        expected.append(float(head[0] @ last))
+    found = raw(scores[f"{model} {name}"])
+    assert found == pytest.approx(expected, abs=1e-5) and len(set(found)) == len(expected)
+    blind = raw(scores[f"{model} {name}, blind"])
+    assert [abs(a - b) > 1e-3 for a, b in zip(blind, expected)] == [bool(shown) for _, shown in PICTURED], "negative control"
 
 
 def test_experts_over_ranks_and_other_settings_give_the_same_scores(scores, expected) -> None:

@@ -189,7 +189,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
     total_steps = steps_of(config, loader)
     notes += _notes(config, reward_parts, train, evaluations, cache)
-    scored = _scored_texts(config, train, evaluations, cache)
+    scored = _scored_texts(config, train, evaluations, cache, images)
     return RunData(
         tokenizer=tokenizer,
         evaluations=evaluations,
@@ -220,7 +220,7 @@ def load_sets(config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: P
     environment = load_environment(config, tokenizer)
     notes = [*_answer_notes(config, reward_parts, None, evaluations, environment)]
     notes += _notes(config, reward_parts, None, evaluations, cache)
-    scored = _scored_texts(config, None, evaluations, cache)
+    scored = _scored_texts(config, None, evaluations, cache, images)
     return EvaluationData(
         tokenizer=tokenizer,
         evaluations=evaluations,
@@ -309,13 +309,19 @@ def steps_of(config: AnyConfig, loader: PromptLoader) -> int:
     return steps
 
 
-def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
+def _scored_texts(
+    config: TrainConfig,
+    train: PromptSet | None,
+    evaluations: Sequence[EvaluationSet],
+    cache: Cache,
+    images: PromptImages | None,
+) -> ScoredTexts:
     """Load the reward model's text format and check it against the prompts of all sets that it scores; empty if it scores none."""
     sets = {"data.train": (train, config.data)} if train is not None and uses_model(config.reward) else {}
     for one in evaluations:
         if uses_model(one.reward or config.reward):
             sets[key_of(one.name)] = (one.prompts, config_of_set(config, one.settings).data)
-    return load_reward_text(config, sets, cache)
+    return load_reward_text(config, sets, cache, images)
 
 
 def tokenizer_of(config: AnyConfig) -> Tokenizer:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.evaluations import evaluation_sets, rewards_of
-from megappo.config.layout_checks import reads_trajectories, uses_model
+from megappo.config.evaluations import evaluation_sets
+from megappo.config.layout_checks import reads_trajectories
 from megappo.config.role_sections import section_of
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.config.supervised import AnyConfig, PicturedDataConfig
 from megappo.data.cache import Cache
-from megappo.data.images import Places, PromptImages, open_images
+from megappo.data.images import PROCESSOR, PromptImages, open_images
 from megappo.data.sources import open_sources
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_for
-from megappo.models.vision_families import VISION_FAMILIES
+from megappo.models.vision_families import VISION_FAMILIES, places_of
+from megappo.runtime.messages import parse_object
 from megappo.trainer.prepare.layouts import model_paths
 
 
@@ -34,9 +36,7 @@ def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> Pr
     _, model = model_paths(config)[config.learner]
     arch = arch_for(model, section_of(config, config.learner).engine)
     check_images(config, {config.learner: arch})
-    assert arch.vision is not None, "a model without a tower is refused"
-    text, vision = VISION_FAMILIES[arch.architecture].place, arch.vision
-    places = Places(Path(model), text, vision.image_token, vision.patch, vision.merge, vision.frames)
+    places = places_of(model, arch)
     return open_images(sources, config.data.image_key, data.image_root, places, data.max_image_pixels, cache)
 
 
@@ -62,7 +62,6 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
         beside = (
             (keeps, "rollout.environment.compaction.keep_first, which may cut one,"),
             (reads_trajectories(config), "critic.warmup.trajectories, whose files hold no pixels,"),
-            (any(map(uses_model, rewards_of(config))), "a reward model of reward.parts, which reads text,"),
         )
         for is_set, what in beside:
             if is_set:
@@ -71,9 +70,21 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
     for role, arch in archs.items():
         named, path = model_paths(config)[role]
         if arch.vision is None or first is None:
-            fix = f"{named} {path} ({arch.architecture}) reads text alone; models with a tower are {', '.join(VISION_FAMILIES)}"
+            towers = dict.fromkeys(family.architecture for family in VISION_FAMILIES.values())
+            fix = f"{named} {path} ({arch.architecture}) reads text alone; models with a tower are {', '.join(towers)}"
             raise ConfigError(problem("data.image_key", key, fix))
         for name in ("patch", "merge", "frames"):
             if (theirs := getattr(arch.vision, name)) != (ours := getattr(first, name)):
                 fix = f"its tower differs from that of {config.learner} ({name} {theirs}, not {ours}): both see the same patches"
                 raise ConfigError(problem(named, path, fix))
+        of_learner = model_paths(config)[config.learner][1]
+        for name in ("image_mean", "image_std"):
+            theirs, ours = (_processor_key(folder, name) for folder in (path, of_learner))
+            if None not in (theirs, ours) and theirs != ours:
+                fix = f"its preprocessor_config.json has {name} {theirs}, that of {config.learner} {ours}: both see the same pixels"
+                raise ConfigError(problem(named, path, fix))
+
+
+def _processor_key(folder: str, name: str) -> Any:
+    file = Path(folder) / PROCESSOR
+    return parse_object(file.read_bytes(), str(file)).get(name) if file.is_file() else None

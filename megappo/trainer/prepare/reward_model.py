@@ -14,13 +14,15 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import RewardModelConfig
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache, hash_of_modules
+from megappo.data.images import PromptImages, key_of_images
 from megappo.data.prompt_rows import format_of
 from megappo.data.prompts import PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.models.families.registry import FAMILIES
-from megappo.models.hf_config import arch_for, read_config
+from megappo.models.hf_config import arch_for, read_config, text_config
 from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.vision_families import VISION_FAMILIES, places_of
 from megappo.models.weight_map import VALUE_HEAD
 
 HEAD = "SequenceClassification"
@@ -37,7 +39,12 @@ def check_classifier(path: str | Path) -> None:
     config = read_config(path)
     if not is_classifier(config):
         found = (config.get("architectures") or ["no architecture"])[0]
-        known = ", ".join(family.architecture(HEAD) for family in FAMILIES.values())
+        known = ", ".join(
+            [
+                *(family.architecture(HEAD) for family in FAMILIES.values()),
+                *dict.fromkeys(family.classifier for family in VISION_FAMILIES.values()),
+            ]
+        )
         raise ValueError(f"is a {found} and has no score of a sequence; use a checkpoint of {known}")
     labels = labels_of(config)
     if len(labels) != 1:
@@ -66,7 +73,7 @@ def check_head(path: str | Path, hidden_size: int) -> None:
 
 def pad_id_of(path: str | Path) -> int | None:
     """Read `pad_token_id` of config.json: transformers takes the score at the last token that is not padding."""
-    return read_config(path).get("pad_token_id")
+    return text_config(read_config(path)).get("pad_token_id")
 
 
 KEY = "reward_model"
@@ -108,11 +115,13 @@ class ScoredTexts:
     notes: tuple[str, ...] = ()
 
 
-def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, DataConfig]], cache: Cache) -> ScoredTexts:
+def load_reward_text(
+    config: TrainConfig, sets: Mapping[str, tuple[PromptSet, DataConfig]], cache: Cache, images: PromptImages | None = None
+) -> ScoredTexts:
     """Load the reward model's tokenizer and check it against the prompts that it scores, for the text format of the training's
-    prompts. sets: key of the configuration -> (prompts, the `data` section that made them). ConfigError, one line, for a tokenizer
-    that cannot be read, has ids that the model lacks, or no chat template, and for a prompt that the template refuses or that
-    leaves no position for a response."""
+    prompts. sets: key of the configuration -> (prompts, the `data` section that made them). images: of the run. ConfigError, one
+    line, for a tokenizer that cannot be read, has ids that the model lacks, or no chat template, and for a prompt that the template
+    refuses or that leaves no position for a response."""
     settings = config.reward_model
     if not sets or settings.model is None:
         return ScoredTexts(None)
@@ -125,7 +134,8 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
     if settings.chat_template and not tokenizer.has_chat_template:
         fix = f"the tokenizer {tokenizer.path} has none; set it to false for plain text, or name a tokenizer with a template"
         raise ConfigError(problem(f"{KEY}.chat_template", True, fix))
-    how = {"pad_id": pad_id_of(settings.model), "max_tokens": arch.max_positions, **prompts_read(config.data)}
+    seen = None if images is None else replace(images, places=places_of(settings.model, arch))
+    how = {"pad_id": pad_id_of(settings.model), "max_tokens": arch.max_positions, **prompts_read(config.data), "images": seen}
     text = RewardText(tokenizer, settings.chat_template, **how)
     longest = max(_longest(replace(text, **prompts_read(data)), key, prompts, cache) for key, (prompts, data) in sets.items())
     return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
@@ -141,6 +151,7 @@ def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> in
     if not prompts.fingerprint:
         return _read_longest(text, key, prompts)
     facts = {**vars(text), "tokenizer": text.tokenizer.identity(), "prompt_format": asdict(text.prompt_format)}
+    facts["images"] = key_of_images(text.images)
     decided_by = {"longest": prompts.fingerprint, "text": facts, "code": hash_of_modules(megappo.data, megappo.trainer.prepare)}
     return cache.value(decided_by, lambda: _read_longest(text, key, prompts))
 

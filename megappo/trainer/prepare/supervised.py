@@ -45,13 +45,15 @@ def demonstrations(
     return demonstrations_of(source, tokenizer, rules, cache, images)
 
 
-def _rankings(config: RewardTrainingConfig, source: Source | Joined, tokenizer: Tokenizer, cache: Cache, _images: None) -> Examples:
+def _rankings(
+    config: RewardTrainingConfig, source: Source | Joined, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None
+) -> Examples:
     data, pad_id = config.data, pad_id_of(config.reward_model.model)
     keys = PairKeys(data.chosen_key, data.rejected_key, data.margin_key, data.tie_key)
     rules = _rules(data, keys if data.responses_key is None else ListKeys(data.responses_key))
     # The export has the tokenizer's, if the model has none.
     scored = replace(rules, scored=True, pad_id=tokenizer.pad_id if pad_id is None else pad_id)
-    return preferences_of(source, tokenizer, scored, cache)
+    return preferences_of(source, tokenizer, scored, cache, images)
 
 
 def _preferences(

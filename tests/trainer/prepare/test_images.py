@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_questions(folder)
     write_vision_checkpoint(folder / "qwen3_vl", "qwen3_vl")
     write_vision_checkpoint(folder / "qwen2_5_vl", "qwen2_5_vl")
+    shutil.copytree(folder / "qwen3_vl", folder / "other pixels")
+    processor = folder / "other pixels" / "preprocessor_config.json"
+    processor.write_text(json.dumps(json.loads(processor.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
     write_checkpoint(folder / "text", "qwen3")
     write_checkpoint(folder / "judge", "qwen3", head="SequenceClassification", num_labels=1)
     return folder
@@ -78,6 +82,10 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
     [
         ({"policy__model": "text"}, "data.image_key = .*images.*policy.model .*text .Qwen3ForCausalLM. reads text alone"),
         ({"critic__model": "text"}, "critic.model .*text .* reads text alone"),
+        (
+            {"critic__model": "other pixels"},
+            "critic.model = .*has image_mean .0.1, 0.1, 0.1., that of policy .0.5, 0.4, 0.6.: both see the same pixels",
+        ),
         ({"critic__model": "qwen2_5_vl"}, "critic.model = .*its tower differs from that of policy .patch 14, not 16."),
         (
             {"policy__lora": {}, "reference__model": "qwen3_vl", "rollout__engine": "vllm", "rollout__adapter": "separate"},
@@ -94,7 +102,7 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
         ),
         (
             {"reward__parts": [{"model": "reward_model"}], "reward_model__model": "judge"},
-            "data.image_key = .images.: images with a reward model of reward.parts, which reads text, are not there",
+            "data.image_key = .images.: reward_model.model .*judge .Qwen3ForSequenceClassification. reads text alone",
         ),
     ],
 )
