@@ -638,15 +638,16 @@ def first_problem(config, world_size=1):
     return next(problems(config, explicit_keys(config), world_size), None)
 
 
-@pytest.mark.parametrize("rule, overrides, fragments, mend", BROKEN, ids=[f"{case[0]}-{n}" for n, case in enumerate(BROKEN)])
-def test_a_rule_refuses_its_case_and_nothing_beside_it(tmp_path, rule, overrides, fragments, mend):
-    text = first_problem(train_config(tmp_path, overrides))
-    assert text is not None and "\n" not in text
-    assert all(fragment in text for fragment in fragments), text
-    (check,) = (one for one in checks.TRAIN_RULES if one.__name__ == rule)
-    assert check(train_config(tmp_path, overrides)) == text, "another rule spoke"
-    mended = train_config(tmp_path, [*overrides, mend])
-    assert check(mended) is None
+@pytest.mark.parametrize("rule", checks.TRAIN_RULES, ids=lambda rule: rule.__name__)
+def test_a_rule_refuses_its_cases_and_nothing_beside_them(tmp_path, rule):
+    cases = [case[1:] for case in BROKEN if case[0] == rule.__name__]
+    assert cases
+    for overrides, fragments, mend in cases:
+        text = first_problem(train_config(tmp_path, overrides))
+        assert text is not None and "\n" not in text, overrides
+        assert all(fragment in text for fragment in fragments), text
+        assert rule(train_config(tmp_path, overrides)) == text, "another rule spoke"
+        assert rule(train_config(tmp_path, [*overrides, mend])) is None, mend
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
@@ -657,8 +658,8 @@ def test_frozen_weights_below_adapters_are_refused(tmp_path, role):
     assert first_problem(train_config(tmp_path, both[:1])) is None and first_problem(train_config(tmp_path, both[1:])) is None
 
 
-def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in checks.TRAIN_RULES} == {case[0] for case in BROKEN}
+def test_every_case_has_its_rule():
+    assert {case[0] for case in BROKEN} <= {rule.__name__ for rule in checks.TRAIN_RULES}
 
 
 def test_the_defaults_pass(tmp_path):

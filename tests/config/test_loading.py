@@ -108,13 +108,12 @@ BAD_OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("overrides, fragments", BAD_OVERRIDES, ids=[case[0][0] for case in BAD_OVERRIDES])
-def test_a_bad_override_is_one_line_with_key_value_and_fix(tmp_path, overrides, fragments):
-    with pytest.raises(ConfigError) as error:
-        train_config(tmp_path, overrides)
-    text = str(error.value)
-    assert "\n" not in text
-    assert all(fragment in text for fragment in fragments), text
+def test_a_bad_override_is_one_line_with_key_value_and_fix(tmp_path):
+    for overrides, fragments in BAD_OVERRIDES:
+        with pytest.raises(ConfigError) as error:
+            pytest.fail(f"{overrides} passed: {train_config(tmp_path, overrides)}")
+        text = str(error.value)
+        assert "\n" not in text and all(fragment in text for fragment in fragments), (overrides, text)
 
 
 # (file, what the message must contain)

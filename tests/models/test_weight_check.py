@@ -23,12 +23,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("damage, case, value_head", ROWS)
-def test_headers_tell_what_training_would_refuse(folder, damage: str, case: str, value_head: Any) -> None:
-    says = DAMAGES[damage][3]
-    for engine in engines_of(case):
-        found = verdict_of_plan(folder / damage / case, engine, value_head)
-        assert (says in found and str(folder / damage / case) in found and "\n" not in found) if says else found == "", found
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_headers_tell_what_training_would_refuse(folder, damage: str) -> None:
+    says, rows = DAMAGES[damage][3], [row[1:] for row in ROWS if row[0] == damage]
+    assert rows
+    for case, value_head in rows:
+        for engine in engines_of(case):
+            found = verdict_of_plan(folder / damage / case, engine, value_head)
+            assert (says in found and str(folder / damage / case) in found and "\n" not in found) if says else found == "", found
 
 
 @pytest.mark.parametrize("name", FILES)
