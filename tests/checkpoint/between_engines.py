@@ -44,7 +44,7 @@ MODELS = {
     "critic": ("qwen3", "critic"),
 }
 EXPERTS = {
-    "experts": ("qwen3_moe", "policy"),
+    "experts": ("mixtral", "policy"),  # under names of their own; those of qwen3_moe are as the next ones
     "critic with experts": ("glm4_moe", "critic"),
     "latent attention": ("deepseek_v3", "policy"),  # and corrections, which no optimizer has
     "stacked experts": ("gpt_oss", "policy"),  # one tensor for all of a layer in the file, a parameter each on Megatron

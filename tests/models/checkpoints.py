@@ -129,6 +129,7 @@ EXPERT_CASES: dict[str, tuple[str, dict]] = {
         "Qwen3Moe",
         dict(head_dim=24, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
     ),
+    "mixtral": ("Mixtral", dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=3)),
 }
 
 DELTA_CASES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")

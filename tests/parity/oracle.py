@@ -267,9 +267,9 @@ def ppo_step(
             optimizer.step()
             losses[role].append(float(reported.detach()))
             norms[role].append(norm)
-        gradients[role] = hf_names(first or {})
+        gradients[role] = hf_names(first or {}, model)
         constants = {k: v for k, v in model.named_buffers() if "correction" in k}
-        parameters[role] = hf_names({k: v.detach() for k, v in model.named_parameters()} | constants)
+        parameters[role] = hf_names({k: v.detach() for k, v in model.named_parameters()} | constants, model)
     return Outcome(fields, bootstrap, losses, norms, gradients, parameters)
 
 
@@ -282,25 +282,21 @@ def adamw(model: torch.nn.Module, n: Numbers) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=n.lr, betas=n.betas, eps=n.adam_eps)
 
 
-def hf_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def hf_names(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """Names of a checkpoint on the hub: one tensor for each expert, `score.weight` for the head, `model.` before the body."""
-    out: dict[str, Tensor] = {}
+    kind, out = load_config_of(model).model_type, dict[str, Tensor]()
+    gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in tensors.items():
         name = name.replace("body.", "model.")
+        name = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+        prefix, _, last = name.rpartition(".experts.")
         if name == "score":
             out["score.weight"] = tensor
-        elif any(
-            other.endswith("gate_up_proj_bias") for other in tensors
-        ):  # gpt-oss, whose files hold experts as transformers does
+        elif not prefix or kind == "gpt_oss":  # whose files hold experts as transformers does
             out[name] = tensor
-        elif name.endswith("experts.gate_up_proj"):
-            for expert, whole in enumerate(tensor):
-                gate, up = whole.chunk(2)
-                prefix = name.removesuffix("gate_up_proj") + f"{expert}."
-                out[prefix + "gate_proj.weight"], out[prefix + "up_proj.weight"] = gate, up
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                out[name.removesuffix("down_proj") + f"{expert}.down_proj.weight"] = down
         else:
-            out[name] = tensor
+            parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}[last]
+            for expert, whole in enumerate(tensor):
+                rows = zip(parts, whole.chunk(len(parts)))
+                out |= {f"{prefix}.experts.{expert}.{part}.weight": values for part, values in rows}
     return out

@@ -66,6 +66,7 @@ EP2 = {"ep": 2}
 TABLE = [("llama", layout) for layout in LAYOUTS] + [(model, layout) for model in MODELS for layout in ("tp2 sp", "pp2")][2:]
 # Classifiers of the newer families, whose layers too are those of the critic.
 NEWER = {"gemma3": "tp2 sp", "deepseek_v3": "tp2 sp", "gpt_oss": "pp2", "qwen3_next": "pp2", "qwen3_5": "tp2 sp"}
+NEWER |= {"mixtral": "tp2 sp"}
 MODELS |= {case: (case, {}) for case in NEWER}
 TABLE += NEWER.items()
 # Reward models that see the pictures of prompts: model, name, section.

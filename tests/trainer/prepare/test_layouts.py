@@ -19,7 +19,6 @@ from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.trainer.prepare.layouts import check_layouts, check_weights, model_paths, model_problems, read_archs
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
-from tests.models import any_families
 from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
@@ -351,10 +350,7 @@ def test_the_page_has_every_family():
 def test_what_the_page_says_of_a_family_is_what_a_run_is_told(tmp_path, family):
     """By the checks of a run; of exports by the classes that transformers has."""
     stem = FAMILIES[family].stem
-    if family == "mixtral":
-        facts = any_families.config_of(family, any_families.FAMILIES[family])
-    else:
-        facts = hf_config(next(case for case, (of, _) in {**CASES, **EXPERT_CASES}.items() if of == stem))
+    facts = hf_config(next(case for case, (of, _) in {**CASES, **EXPERT_CASES}.items() if of == stem))
     facts = facts.to_dict() | {"architectures": [FAMILIES[family].architecture()]}
     path = write_run(tmp_path)
     write_checkpoint(tmp_path / "model", facts, weights=False, tokenizer=False)
