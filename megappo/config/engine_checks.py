@@ -10,7 +10,7 @@ from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig, key_of_role
 from megappo.config.supervised import AnyConfig
 
-_REFUSED_AXES = {"pp": "has no pipeline", "vpp": "has no pipeline", "ep": "has no experts", "etp": "has no experts"}
+_REFUSED_AXES = dict.fromkeys(("pp", "vpp"), "has no pipeline") | dict.fromkeys(("ep", "etp"), "does not distribute experts")
 _KEPT = ("tp", "cp", "sequence_parallel")
 
 

@@ -270,7 +270,7 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
         arch = read_arch(path)
     except NotImplementedByFamilies as error:
         if engine == "megatron":
-            raise ValueError(f"{error}; engine fsdp2 runs any causal language model of transformers") from None
+            raise ValueError(f"{error}; {_other_engine(path)}") from None
         # Imports transformers, which families do without.
         from megappo.models.any_model import describe_model
 
@@ -280,3 +280,15 @@ def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelAr
     from megappo.models.any_model import with_own_parameters
 
     return with_own_parameters(arch, path, None if arch.vision is None else text_config(read_config(path)))
+
+
+def _other_engine(path: str | Path) -> str:
+    """Say whether engine fsdp2 runs a model of which megappo's own layers do not have everything."""
+    from megappo.models.any_model import describe_model
+
+    try:
+        describe_model(path)
+    except ValueError as error:
+        if "no engine runs it" in str(error):
+            return str(error).removeprefix(f"{path}: ")
+    return "engine fsdp2 runs any causal language model of transformers"

@@ -98,8 +98,6 @@ class Job:
     """`given` routes, the model's `own`, or those of the `next` token."""
     lora: bool = False
     """Adapters of `LORA` train, started as `noise_of` their names."""
-    critic: bool = False
-    """With values in place of log-probs, by the head that seed 0 gives."""
 
     @property
     def trains(self) -> bool:
@@ -108,7 +106,7 @@ class Job:
     def __str__(self) -> str:
         sharded = " sharded optimizer" if self.distributed else ""
         run = f"{self.case} {self.layout} budget {self.budget} recompute {self.recompute}{sharded}"
-        return f"{run} {self.dtype} {self.fault}{self.replay} {'lora' * self.lora}{'critic' * self.critic}".strip()
+        return f"{run} {self.dtype} {self.fault}{self.replay} {'lora' * self.lora}".strip()
 
 
 def write_checkpoint(folder: Path, case: str) -> transformers.PreTrainedModel:
@@ -302,17 +300,6 @@ def reference_with_adapters(model: transformers.PreTrainedModel, batch: PackedBa
     return found | {"gradients": gradients}
 
 
-def reference_of_critic(model: transformers.PreTrainedModel, batch: PackedBatch, coefficient: float) -> dict:
-    """`reference` of values by the head of seed 0: the only logit of a copy of the model."""
-    critic: Any = copy.deepcopy(model)
-    hidden = critic.config.hidden_size
-    head = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) * (hidden + 1) ** -0.5
-    critic.lm_head.weight = torch.nn.Parameter(head)
-    found = reference(critic, batch, coefficient)
-    gradients = {"score.weight" if name == "lm_head.weight" else name: one for name, one in found["gradients"].items()}
-    return found | {"gradients": gradients}
-
-
 def _each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Views in which every expert of gpt-oss' stacks, [experts x in, out] as matrices, has a weight [out, in]."""
     found = {}
@@ -331,9 +318,7 @@ def logprobs(model: transformers.PreTrainedModel, batch: PackedBatch) -> torch.T
 
 
 def _logprobs(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a model with one logit it is the values before each token."""
-    logits = model(input_ids=tokens[None]).logits[0].float()
-    chosen = logits[:-1, 0] if logits.size(1) == 1 else logits.log_softmax(1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    chosen = model(input_ids=tokens[None]).logits[0].float().log_softmax(1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return torch.cat([chosen.new_zeros(1), chosen])
 
 
@@ -376,9 +361,8 @@ def run_world(rank: int, folder: str, jobs: list[Job], exports: list[tuple[str, 
 
 
 def _run(folder: Path, job: Job) -> dict:
-    from megappo.algo.alignment import align_values
     from megappo.engine.losses import LossOutput
-    from megappo.trainer.roles import Critic, LanguageModel
+    from megappo.trainer.roles import LanguageModel
 
     with _broken(job.fault):
         engine: Any = Whole(_engine(folder, job))
@@ -392,13 +376,10 @@ def _run(folder: Path, job: Job) -> dict:
         model = LanguageModel(engine, 1.0)
 
         def loss_of(output, micro):
-            if job.critic:
-                logprob, _ = align_values(output, micro.cu_seqlens)
-            else:
-                logprob, _ = model.token_logprobs(output, micro, want_entropy=False)
+            logprob, _ = model.token_logprobs(output, micro, want_entropy=False)
             return LossOutput(loss_sum=(logprob * micro["weight"]).sum(), tokens={"logprob": logprob})
 
-        evaluated, _ = Critic(engine).values(batch) if job.critic else model.logprobs(batch, want_entropy=False)
+        evaluated, _ = model.logprobs(batch, want_entropy=False)
         if not job.trains:
             return {"logprob": evaluated, "evaluated": evaluated, "corrections": _corrections(engine)}
         with engine.train_mode():
@@ -413,8 +394,8 @@ def _run(folder: Path, job: Job) -> dict:
         "norm": norm,
         "pieces": pieces,
         "corrections": _corrections(engine),
-        "tokens": result.router.tokens,
-        "loss": result.router.balance_loss,
+        "tokens": result.router and result.router.tokens,  # of a model without experts None
+        "loss": result.router and result.router.balance_loss,
         "num_micro_batches": result.num_micro_batches,
         "counts": (result.sums.get("routes_sum", 0.0), result.sums.get("rerouted_sum", 0.0)),
     }
@@ -438,13 +419,14 @@ def _gradient_pieces(engine) -> list[tuple]:
 
 
 def _engine(folder: Path, job: Job):
-    from megappo.config.role_sections import CriticConfig, OptimizerConfig, PolicyConfig
+    from megappo.config.role_sections import OptimizerConfig, PolicyConfig
     from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
 
     path = str(folder / job.case)
-    common: dict[str, Any] = dict(
+    config = PolicyConfig(
+        model=path,
         dtype=job.dtype,
         micro_batch_tokens=job.budget,
         recompute=job.recompute,
@@ -453,9 +435,7 @@ def _engine(folder: Path, job: Job):
         lora=LORA if job.lora else None,
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
     )
-    role, head = ("critic", "normal") if job.critic else ("policy", None)
-    config = CriticConfig(**common) if job.critic else PolicyConfig(model=path, **common)
-    spec = EngineSpec(role, path, read_arch(path), config, value_head=head, total_updates=10 if job.trains else None)
+    spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10 if job.trains else None)
     return build_megatron(spec, _groups(job.layout), device=torch.device("cpu"))
 
 

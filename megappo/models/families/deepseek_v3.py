@@ -10,13 +10,17 @@ from megappo.models.family import Experts, Family, NotImplementedByFamilies, Val
 from megappo.models.weight_rules import CORRECTION, LATENT_LAYER, ROUTER, SHARED_EXPERTS
 
 CORRECTED_EXPERTS = Experts(ROUTER, beside=(CORRECTION, *SHARED_EXPERTS))
-_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True, "rms_norm_eps": 1e-6}
+_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_ONLY = {"rope_interleave": True, "rms_norm_eps": 1e-6}
 """Values that the layers are made for. rms_norm_eps: transformers gives the norms of latents this one, vLLM the file's."""
 
 
 def corrected_moe(values: Values) -> MoeArch:
     """Read the keys of `CORRECTED_EXPERTS`. ValueError, one line, for a router of another kind."""
-    _require(values, "scoring_func", "topk_method", "moe_layer_freq")
+    for key, only in _ROUTER.items():
+        if (found := values.get(key, only)) != only:
+            reason = f"transformers' class computes {only!r} whatever the file says, so no engine runs it"
+            raise ValueError(f"{key} {found!r} is not supported: {reason}")
     first, num_layers = values.get("first_k_dense_replace", 0), values.positive("num_hidden_layers")
     if first >= num_layers:
         raise ValueError(f"first_k_dense_replace {first} leaves no layer with experts; use fewer than the {num_layers} layers")
@@ -31,14 +35,13 @@ def corrected_moe(values: Values) -> MoeArch:
     return replace(moe, groups=groups, top_groups=top_groups)
 
 
-def _require(values: Values, *keys: str) -> None:
-    for key in keys:
-        if (found := values.get(key, _ONLY[key])) != _ONLY[key]:
-            raise NotImplementedByFamilies(f"{values.spelled(key)} {found!r} is not supported; only {_ONLY[key]!r} is")
-
-
 def _details(values: Values, arch: ModelArch) -> ModelArch:
-    _require(values, "rope_interleave", "rms_norm_eps")
+    for key, only in _ONLY.items():
+        if (found := values.get(key, only)) != only:
+            raise NotImplementedByFamilies(f"{key} {found!r} is not supported; only {only!r} is")
+    if (chosen := values.get("index_topk")) is not None:
+        readings = "vLLM's class has sparse attention by this key, transformers' has none"
+        raise ValueError(f"index_topk {chosen} is not supported: {readings}; use DeepSeek-V3 or R1, whose attention is dense")
     q_rank = values.get("q_lora_rank")
     sizes = [values.positive(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     latent = Latent(None if q_rank is None else values.positive("q_lora_rank"), *sizes)

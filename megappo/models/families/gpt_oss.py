@@ -15,7 +15,8 @@ def _details(values: Values, arch: ModelArch) -> ModelArch:
     slides = tuple(layer % 2 == 0 for layer in range(arch.num_layers))
     if values.get("layer_types") is None and arch.sliding_window is not None:
         arch = replace(arch, sliding_layers=slides)  # transformers' default
-    if arch.sliding_window is not None and arch.sliding_layers != slides:
+    window = values.get("sliding_window", 128)
+    if window is not None and window < arch.max_positions and arch.sliding_layers != slides:
         readings = "transformers has the window in the named layers, vLLM in every other one from the first on"
         raise NotImplementedByFamilies(f"layer_types: {readings}; other layers are not supported")
     clamp = Clamp(values.number("swiglu_alpha", 1.702), values.number("swiglu_limit", 7.0))
