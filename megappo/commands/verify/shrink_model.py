@@ -37,11 +37,16 @@ SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences, so that it t
 # Scaled rotary embeddings differ from plain ones from this position on.
 ORIGINAL_POSITIONS = 16
 MAX_POSITIONS = 128
+# A delta net's outputs are near 0 at the first tokens, and their norm widens them, and their rounding with them: a thousandfold
+# with the usual eps of 1e-6.
+DELTA_NORM_EPS = 1e-3
 assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
 
 _LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES, _MOST_GROUPS = 24, 16, 4, 4, 4
 # Keys that depend on the large vocabulary or on the checkpoint's shape; the small model states its own.
 _IMAGE_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Decays near those of trained models, and values that the decay leaves.
+_OF_DELTA_NETS = {"A_log": (-3.0, 0.0), "dt_bias": (-1.0, 0.0), "conv1d.weight": (-1.0, 1.0)}
 _DROPPED = (
     "bos_token_id",
     "eos_token_id",
@@ -184,6 +189,7 @@ def _delta(arch: ModelArch, parallels: Sequence[ParallelConfig], num_layers: int
         "linear_num_value_heads": key_heads * arch.delta.value_heads // arch.delta.key_heads,
         "linear_key_head_dim": HEAD_DIM,
         "linear_value_head_dim": 6,
+        "rms_norm_eps": DELTA_NORM_EPS,
     }
 
 
@@ -235,14 +241,21 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
-    shapes = hf_tensors(arch_of(config), value_head=is_classifier(config))
+    arch = arch_of(config)
+    shapes = hf_tensors(arch, value_head=is_classifier(config))
     tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    if arch.centred_norms:  # weights are distances from 1, but those of a delta net's own norm
+        tensors |= {
+            name: tensor - 1.0
+            for name, tensor in tensors.items()
+            if "norm" in name and not name.endswith("linear_attn.norm.weight")
+        }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    if name.endswith("A_log"):  # decays near those of trained models
-        return torch.empty(shape).uniform_(-3.0, 0.0, generator=generator)
+    if (ends := next((ends for last, ends in _OF_DELTA_NETS.items() if name.endswith(last)), None)) is not None:
+        return torch.empty(shape).uniform_(*ends, generator=generator)
     if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
         # Not 1, and biases below are not 0, so that a lost gradient shows in the numbers.
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)

@@ -78,6 +78,23 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 1024,
 }
 
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": DEEPSEEK_7B,
     "llama3": LLAMA_1B,
@@ -85,10 +102,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "ministral3": MINISTRAL_3B,
     "gpt_oss": facts_of("gpt-oss-120b"),
     "gemma3": GEMMA3,
     "qwen3_next": facts_of("Qwen3-Next-80B-A3B-Instruct"),
+    "qwen3_5": facts_of("Qwen3.5-27B"),
     "qwen3_5_moe": facts_of("Qwen3.5-35B-A3B"),
     "glm4_moe": facts_of("GLM-4.5"),
     "deepseek_v3": facts_of("DeepSeek-V3"),

@@ -12,6 +12,7 @@ import pytest
 from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.commands.verify.shrink import Run, features, on_one_rank, one_at_a_time, small_run
 from megappo.commands.verify.shrink_layouts import fit_layouts, fit_placed, ranks_needed, split_layers
+from megappo.commands.verify.shrink_model import DELTA_NORM_EPS
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.loading import validated
 from megappo.config.rank_ranges import ranges_of, ranks_of
@@ -106,8 +107,9 @@ def sizes(parallel: ParallelConfig) -> ParallelConfig:
 
 def check_features(theirs: Any, small: Any) -> None:
     """Of architectures: optional parts that one has, the other has too."""
-    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps", "sliding_rope", "activation"):
+    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "sliding_rope", "activation"):
         assert getattr(small, feature) == getattr(theirs, feature), feature
+    assert small.norm_eps == (theirs.norm_eps if theirs.delta is None else DELTA_NORM_EPS)
     for feature in ("type", "theta", "factor", "low_freq_factor", "mscale", "llama4_beta"):
         assert getattr(small.rope, feature) == getattr(theirs.rope, feature), feature
     if theirs.rope.original_max_positions is not None:

@@ -48,7 +48,10 @@ def with_reward_model(config: str) -> list[str]:
 
 
 def test_the_command_prints_the_table_and_agrees(config: str) -> None:
-    done = run_command("verify", config, *with_reward_model(config), "--max-ranks", "2", cwd=ROOT)
+    """Of delta nets and experts, in fewer layers and columns than Qwen3-Next's."""
+    facts = write_config_json(Path(config).parent / "next", "qwen3_next")
+    run = [config, f"policy.model={facts}", *with_reward_model(config)]
+    done = run_command("verify", *run, "--max-ranks", "2", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] + " " + line[12:32].strip() for line in done.stdout.splitlines() if line.endswith("  ok")]
     assert {
