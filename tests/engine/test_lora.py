@@ -33,7 +33,10 @@ from tests.models.int8_oracle import write_rounded
 from tests.worlds import spawn_world
 
 STEPS = 2
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, clip_grad=0.0, weight_decay=0.01)
+# Adam's first step, lr g / (|g| + eps), has up to lr / eps times the error of a gradient near 0. In the windows' model in 8 bits
+# fp32 errs by 5e-7 in tensors of gradients up to 5, in every layout of either engine elsewhere: with eps 1e-5, where one is 2.5e-5,
+# by 1.2e-4 of the weights' largest.
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.0, weight_decay=0.01)
 WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 """Whole gradients on every rank of Megatron's engine."""
 OFFLOADED = ["parameters", "gradients", "optimizer"]
@@ -91,7 +94,7 @@ TRAINED = [
     ("all", "fsdp2 tp2 sp dp2", False),
     ("all", "megatron tp2 cp2", False),
     ("all", "megatron tp2 sp pp2", True),
-    *((case, name, False) for case in CASES if "windows" in case for name in ("fsdp2 dp2", "megatron tp2 sp recomputed offloaded")),
+    *((case, name, False) for case in CASES if "windows" in case for name in ("fsdp2 tp2", "megatron tp2 sp recomputed offloaded")),
 ]
 
 
