@@ -44,6 +44,7 @@ from megappo.config.schema import TrainConfig
 from megappo.data.images import FEATURE_BYTES
 from megappo.data.packing import route_dtype
 from megappo.models.arch import ModelArch
+from megappo.models.families.registry import FAMILIES
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import adapted_modules, tensors_to_adapt
 from megappo.parallel.layout import ParallelLayout, Placement, placement_of
@@ -446,7 +447,7 @@ def _sharded(
         how["accumulates"] = settings.reduce_once and work.num_micro_batches > 1
         if settings.recompute == "offload" and device == "cuda":
             how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
-    if not arch.own:
+    if arch.family in FAMILIES:
         adapted = None
         if work.lora is not None:
             names = adapted_modules(tensors_to_adapt(arch), work.lora.targets)
@@ -460,6 +461,7 @@ def _sharded(
             batch=micro_batch_bytes(layout, tokens, read),
             forward_batch=micro_batch_bytes(layout, forward_tokens, read_forward),
             value_head=work.value_head,
+            longest=step_arithmetic(config).max_sequence_tokens,
             adapted=adapted,
             rank=0 if work.lora is None else work.lora.rank,
         )

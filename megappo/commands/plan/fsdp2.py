@@ -169,12 +169,13 @@ def _peaks(
         moving_root * itemsize,
         0 if work.value_head else shards.moving_gathered.get(projection, 0) * itemsize,
         max(in_layers, default=0) * itemsize,
+        moving_layer * itemsize,
         moving_root * FP32,
         moving_layer * FP32,
         layout.dp * layout.cp,
     )
-    forward = forward_peak(arch, layout, itemsize, passes, whole)
-    return forward, training_peak(arch, layout, itemsize, passes, whole) if work.trained else forward
+    forward = forward_peak(arch, layout, itemsize, passes, whole) + scores[0]
+    return forward, training_peak(arch, layout, itemsize, passes, whole) + scores[1] if work.trained else forward
 
 
 def sharded_memory(
@@ -191,8 +192,8 @@ def sharded_memory(
     """Replace the whole weights in a rank's memory (`role_memory`) by the shards of the fullest rank of `layout`.
 
     scores: from `score_bytes`. accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
-    inputs_on_host: from `inputs_away`. passes: for a dense model of a family, whose activations `hf_activations.py` counts; None
-    keeps the estimate for Megatron in `unsharded`."""
+    inputs_on_host: from `inputs_away`. passes: for a model of a family, whose activations `hf_activations.py` counts; None keeps
+    the estimate for Megatron in `unsharded`."""
     shards = _shards_of(arch, layout, work)
     forward, activations = _peaks(unsharded, arch, layout, work, shards, scores, passes)
     waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0

@@ -276,9 +276,9 @@ def statistics_in_steps(*arguments: Any) -> tuple[Tensor, Tensor]:
     return stats_in_blocks(LinearLogits(*given), want_entropy, keep_logits, chunk_tokens)
 
 
-def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
+def own_peaks(path: str, section: Any, role: str, length: int = 64) -> tuple[int, int, int, int]:
     """Bytes of (a pass without gradients, forward and backward passes) of a role under engine fsdp2 on this rank, beyond weights,
-    gradients and optimizer; and the plan's. section: its keys beside the model; of 16 sequences of 64 tokens in all.
+    gradients and optimizer; and the plan's. section: its keys beside the model; of 1,024 tokens in sequences of `length` in all.
     """
     import torch.distributed as dist
 
@@ -287,11 +287,11 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     from megappo.config.schema import TrainConfig
     from megappo.engine.build import RoleEngines
     from megappo.engine.factory import EngineSpec
-    from megappo.models.hf_config import read_arch
+    from megappo.models.hf_config import arch_for
     from megappo.parallel.layout import layout_of
     from megappo.trainer.roles import Critic, Policy
 
-    samples, length = 16, 64
+    samples = 1024 // length
     keys = {"model": path, "engine": "fsdp2", "micro_batch_tokens": 512, **section}
     config = validated(
         {
@@ -303,7 +303,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
         },
         TrainConfig,
     )
-    arch, settings, critic = read_arch(path), section_of(config, role), role == "critic"
+    arch, settings, critic = arch_for(path, "fsdp2"), section_of(config, role), role == "critic"
     layout = layout_of(settings.parallel, dist.get_world_size())
     planned = memory_of_stages(config, role, arch, layout, [0], "cpu")[0]
     engines = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
