@@ -48,6 +48,45 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int th
 #endif
 }
 
+// How many blocks of a kernel the current device runs at one time.
+template <class... Parameters>
+unsigned blocks_at_once(const char* name, void (*kernel)(Parameters...), int threads, size_t shared_bytes) {
+#ifdef MEGAPPO_CUDA_ON_CPU
+  (void)name, (void)kernel, (void)threads, (void)shared_bytes;
+  return 2;
+#else
+  int device = 0, processors = 0, of_each = 0;
+  check(cudaGetDevice(&device), name);
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, threads, shared_bytes), name);
+  return static_cast<unsigned>(processors * (of_each > 0 ? of_each : 1));
+#endif
+}
+
+// Copies 16 or 8 bytes from global to shared memory without waiting; they are there, for this thread, after `copies_arrived`.
+template <int kBytes>
+__device__ inline void copy_async(void* to, const void* from) {
+  static_assert(kBytes == 16 || kBytes == 8);
+#ifdef MEGAPPO_CUDA_ON_CPU
+  cuda_on_cpu::copy_late(to, from, kBytes);
+#else
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(from) : "memory");
+  }
+#endif
+}
+
+__device__ inline void copies_arrived() {
+#ifdef MEGAPPO_CUDA_ON_CPU
+  cuda_on_cpu::make_late_copies();
+#else
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 __device__ inline float to_float(f16 x) { return __half2float(__ushort_as_half(x.bits)); }

@@ -27,10 +27,11 @@ QUICK_SFT_STEPS = 30
 BF16 = [f"{role}.dtype=bf16" for role in ("policy", "critic", "reference")]
 FSDP2 = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
 _ON_CPU = ["run.num_ranks=1", "policy.parallel.tp=1", "critic.parallel.pp=1"]
-# For scripts/gpu_run/step.py: nothing but steps, on a GPU with 64 responses of 512 tokens, which a random model does not end.
+# For scripts/gpu_run/step.py: nothing but steps, the last of them traced, on a GPU with 64 responses of 512 tokens, which a random
+# model does not end.
 STEP = [
     *QUICK_PPO,
-    *("trainer.steps=3", "trainer.eval_every=null", "data.eval=null"),
+    *("trainer.steps=4", "trainer.eval_every=null", "data.eval=null", "telemetry.profile_steps=[4]"),
     *("checkpoint.save_every=never", "checkpoint.export_at_end=false"),
 ]
 STEP_SIZES = {

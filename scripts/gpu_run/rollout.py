@@ -6,6 +6,7 @@ memory given back, and log-probs before and after.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,19 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def parts_of(action: Callable[[], Any]) -> tuple[float, int, str]:
+    """(seconds, 0, what they went into: the longest operations on the device, on the CPU those of torch)."""
+    import torch
+
+    kinds = torch.profiler.ProfilerActivity
+    on_gpu = torch.cuda.is_available()
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as profile:
+        seconds, _ = timed(action)
+    times = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.key) for e in profile.key_averages()]
+    longest = [f"{re.sub(r'[<(|].*', '', name)[:40]} {us / 1e6:.2g} s" for us, name in sorted(times, reverse=True)[:6] if us > 0]
+    return seconds, 0, ", ".join(longest)
+
+
 def main(model: str, page: Page, overrides: Sequence[str]) -> None:
     from megappo.runtime.libraries import quiet_libraries
 
@@ -77,13 +91,17 @@ def main(model: str, page: Page, overrides: Sequence[str]) -> None:
         page.line(f"push {version}", seconds, moved, "checksums equal" if found["verified"] else "not compared")
     seconds, _ = timed(lambda: engine._sync.push(4, verify=False))
     page.line("push without checksums", seconds, moved)
+    page.line("traced push", *parts_of(lambda: engine.push_weights(5)))
     agreement(page, engine, policy)
     before = taken_gib()
     seconds, _ = timed(engine.sleep)
-    page.line("sleep", seconds, said=f"{before - taken_gib():.2f} GiB given back")
+    given = before - taken_gib()
+    page.line("sleep", seconds, int(given * GIB), f"{given:.2f} GiB given back")
+    before = taken_gib()
     seconds, _ = timed(engine.weights_changing)
-    page.line("wake for the weights", seconds)
-    seconds, found = timed(lambda: engine.push_weights(5))
+    taken = taken_gib() - before
+    page.line("wake for the weights", seconds, int(taken * GIB), f"{taken:.2f} GiB taken again")
+    seconds, found = timed(lambda: engine.push_weights(6))
     page.line("push into it", seconds, moved, "checksums equal" if found["verified"] else "not compared")
     agreement(page, engine, policy, " after sleep")
     engine.close()

@@ -17,7 +17,7 @@ from megappo.telemetry.jsonl import read_lines
 from scripts.gpu_run import __main__ as first_gpu_run
 from scripts.gpu_run.page import BEGIN, END, into_docs
 from scripts.gpu_run.parts import _ON_CPU, PARTS, QUICK_SFT_STEPS, STEP, Part, Place
-from scripts.gpu_run.step import STAGES, planned
+from scripts.gpu_run.step import STAGES, launched, planned
 from scripts.gpu_run.step import page as step_page
 from tests.forked_commands import run_code, run_command, run_script
 
@@ -114,6 +114,29 @@ def test_a_long_log_is_cut_to_its_end(tmp_path):
     _, page = run(tmp_path, part("long", "seq 1000"))
     assert "... 880 lines before are in long.log" in page
     assert page.splitlines()[-2] == "1000" and "\n880\n" not in page
+
+
+def test_launches_and_the_devices_work_are_told_by_stage():
+    """Kernels belong to the stage that launched them, whenever they run; work at one time counts once."""
+
+    def event(cat: str, name: str, ts: float, dur: float, **args) -> dict:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("user_annotation", "stage logprobs", 0, 100),
+        event("gpu_user_annotation", "stage logprobs", 3, 500),
+        event("user_annotation", "stage update_policy", 100, 100),
+        event("user_annotation", "stage advantages", 200, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 1, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 90, 1, correlation=2),
+        event("cuda_runtime", "cudaGraphLaunch", 120, 1, correlation=3),
+        event("cuda_runtime", "cudaStreamSynchronize", 130, 60, correlation=4),
+        event("kernel", "a", 20, 30, correlation=1),
+        event("kernel", "b", 110, 20, correlation=2),
+        *(event("kernel", "of a graph", at, 10, correlation=3) for at in (140, 145)),
+    ]
+    assert launched(events) == {"logprobs": (2, 0.5), "update_policy": (1, 0.15)}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +255,7 @@ def test_a_rehearsal_runs_ppo_and_compares_with_vllm(rehearsal):
     assert "held-out score:" in (rehearsal / "train.log").read_text()
     agreement = (rehearsal / "agreement.md").read_text()
     assert agreement.count("checksums equal") == 4
+    assert re.search(r"^\| traced push \| .* aten::\w+ \d\S* s, ", agreement, re.MULTILINE), "by its parts"
     means = [float(mean) for mean in re.findall(r"\| log-probs.* difference: mean (\S+),", agreement)]
     assert len(means) == 4 and all(0 < mean < 0.05 for mean in means), "whole and cut distributions, before and after sleep"
     losses = [row["sft/loss"] for row in read_lines(rehearsal / "quickstart_2/sft/metrics.jsonl")]
@@ -245,6 +269,6 @@ def test_the_stages_of_a_step_stand_beside_the_plan(rehearsal, capsys):
     assert main(["plan", "configs/quickstart.yaml", "--gpu-memory-gib", "80", *STEP, *_ON_CPU, *files]) == 0
     plan = planned(capsys.readouterr().out)
     assert {phase for phases in STAGES.values() for phase in phases} <= plan.keys() and 30 < min(plan.values()) < 80
-    page = step_page(read_lines(folder / "ppo/metrics.jsonl")[-1], plan)
-    stages = re.findall(r"^\| (\w+) \| \d\S* \| .* \| \d\S* \|$", page, re.MULTILINE)
+    page = step_page(read_lines(folder / "ppo/metrics.jsonl")[-1], plan, {"logprobs": (1200, 0.4)})
+    stages = re.findall(r"^\| (\w+) \| \d\S* \| .* \| \d\S* \| (?:-|1200) \| (?:-|40%) \|$", page, re.MULTILINE)
     assert set(stages) == STAGES.keys() - {"advantages"}, "each is timed and planned"

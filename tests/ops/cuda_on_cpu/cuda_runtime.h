@@ -53,11 +53,19 @@ inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream
 
 namespace cuda_on_cpu {
 
+// A copy to shared memory that is made when its thread waits for it: as late as CUDA allows.
+struct LateCopy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   bool done = false;
   std::shared_ptr<void> pending;  // hopper.h: matrix products that are issued and not yet computed
+  std::vector<LateCopy> copies;
 };
 
 // Threads that ended no longer count: a barrier waits for those that still run.
@@ -101,6 +109,16 @@ inline void wait(Barrier& barrier) {
   while (barrier.generation == seen) yield();
 }
 
+inline void copy_late(void* to, const void* from, int bytes) {
+  block->fibers[block->thread]->copies.push_back({to, from, bytes});
+}
+
+inline void make_late_copies() {
+  auto& copies = block->fibers[block->thread]->copies;
+  for (const LateCopy& copy : copies) std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+  copies.clear();
+}
+
 inline Barrier& my_warp() { return block->warps[block->thread / 32]; }
 
 inline void fiber_main() {
@@ -129,6 +147,7 @@ inline void start_block(Block& b) {
     fiber->context.uc_stack.ss_size = fiber->stack.size();
     fiber->context.uc_link = &b.scheduler;
     fiber->pending.reset();
+    fiber->copies.clear();
     makecontext(&fiber->context, fiber_main, 0);
   }
 }
@@ -236,6 +255,17 @@ inline int __syncthreads_count(int value) {
   __syncthreads();
   return count;
 }
+inline unsigned __ballot_sync(unsigned, int value) {
+  auto& b = *cuda_on_cpu::block;
+  b.lanes[2 * b.thread] = static_cast<std::uint64_t>(value != 0);
+  __syncwarp();
+  unsigned lanes = 0;
+  const unsigned first = b.thread / 32 * 32;
+  for (unsigned lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(b.lanes[2 * (first + lane)]) << lane;
+  __syncwarp();
+  return lanes;
+}
+inline int __any_sync(unsigned lanes, int value) { return __ballot_sync(lanes, value) != 0; }
 template <class T>
 T atomicAdd(T* at, T value) {
   const T old = *at;
@@ -253,6 +283,8 @@ template <class T>
 void __stcs(T* at, T value) { *at = value; }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+inline long long __double_as_longlong(double x) { long long bits; std::memcpy(&bits, &x, 8); return bits; }
+inline double __longlong_as_double(long long bits) { double x; std::memcpy(&x, &bits, 8); return x; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (bits & 31u));
 }
