@@ -254,9 +254,8 @@ SHARDED: dict[str, dict[int, list[str]]] = {
         2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
         4: ["fsdp2 tp2 cp2 sp, recompute / critic dp2 cp2"],
     },
-    "ministral3_tied": {2: ["fsdp2 tp2 sp"]},
     "mistral_window": {2: ["fsdp2 cp2"]},
-    "gemma3": {2: ["fsdp2 tp2 sp"]},
+    "gemma3": {2: ["fsdp2 tp2 sp"]},  # with tied embeddings
 }
 
 

@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "gpt_oss": dict(head_dim=32, intermediate_size=128, num_local_experts=8, rope_parameters=dict(_YARN, truncate=False)),
 }
-TENSOR_PARALLEL = ("gpt_oss",)
+TENSOR_PARALLEL = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")  # in vLLM
 _SP: dict[str, Any] = dict(tp=2, sequence_parallel=True)
 ON_MEGATRON: dict[str, dict[str, Any]] = {  # families, whose ranks on Megatron have a parameter for each expert
     "mixtral": dict(**_SP, etp=2),
@@ -135,7 +135,8 @@ def run_delta_nets(path: str) -> dict[str, Any]:
     freeze = FROZEN[Path(path).name]
     policy = make_policy(path, ParallelLayout(RANKS, **_SP), freeze=freeze)
     found: dict[str, Any] = {"megatron": []}
-    with contextlib.closing(make_engine(path, 2, arch=policy.engine.arch, dtype=torch.bfloat16)) as engine:
+    tp = 2 if Path(path).name in TENSOR_PARALLEL else 1
+    with contextlib.closing(make_engine(path, tp, arch=policy.engine.arch, dtype=torch.bfloat16)) as engine:
         engine.connect(policy.engine)
         for version in (1, 2):
             verified = engine.push_weights(version)["verified"]
