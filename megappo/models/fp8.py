@@ -34,14 +34,14 @@ class Fp8:
         return (-(-rows // self.block[0]), -(-cols // self.block[1])) if self.block else (1, 1)
 
 
-def read_fp8(config: Mapping[str, Any]) -> Fp8 | None:
+def read_fp8(config: Mapping[str, Any], *, mxfp4: bool = True) -> Fp8 | None:
     """Read the fp8 settings of a config.json; None if it is not quantised, or in mxfp4, which its tensors tell (`mxfp4.py`).
-    ValueError for every other quantisation."""
+    ValueError for every other quantisation. mxfp4: that one is read."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not found:
         return None
     method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else "unknown"
-    if method == "mxfp4":
+    if method == "mxfp4" and mxfp4:
         return None
     if method != "fp8":
         raise ValueError(f"the checkpoint is quantised ({method}); training needs its bf16, fp16, fp32 or fp8 version")

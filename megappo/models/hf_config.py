@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megappo.models.arch import ModelArch, Rope, positions_of
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
-from megappo.models.family import NotImplementedByFamilies, Values, Window
+from megappo.models.family import NotImplementedByFamilies, StackedExperts, Values, Window
 from megappo.models.fp8 import read_fp8
 from megappo.models.vision_families import VISION_FAMILIES, language_config, read_vision
 from megappo.runtime.messages import parse_object
@@ -89,9 +89,9 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     if key := _code_key(config):
         fix = "use a built-in architecture, and remove the key if this is one"
         raise ValueError(f"config.json has {key} (remote code), which is never run; {fix}")
-    read_fp8(config)
     text = text_config(config)
     family = family_of(_architecture(text))
+    read_fp8(config, mxfp4=isinstance(family.experts, StackedExperts))
     values = Values(text, family)
     _refuse_unimplemented(values)
     hidden, heads = values.positive("hidden_size"), values.positive("num_attention_heads")

@@ -192,6 +192,7 @@ REFUSED = [
     ({**LLAMA, "head_dim": 0}, ("head_dim = 0", "positive integer")),
     ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
     ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, ("quantised (awq)",)),
+    ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, ("quantised (mxfp4)", "needs its bf16")),  # gpt-oss alone
     ({**MISTRAL, "sliding_window": 0}, ("sliding_window 0", "positive integer")),
     ({**MISTRAL, "sliding_window": 64, "layer_types": MIXED}, ("sliding_window 64 with layer_types", "set one of them to null")),
     ({**MISTRAL, "sliding_window": 64, "layer_types": ["full_attention"] * 2}, ("sliding_window 64 with layer_types",)),
