@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -220,15 +221,12 @@ class ModelArch:
     scores_texts: bool = False
     """The head scores whole texts, at their last tokens: exports are sequence classifiers, not token classifiers."""
 
-    def is_sparse(self, layer: int) -> bool:
-        """True if this layer has experts. layer: from 0, in the whole model."""
-        return self.moe is not None and layer not in self.moe.dense_layers
-
     def kind(self, layer: int) -> Kind:
         """Return the kind of a layer. layer: from 0, in the whole model."""
-        return Kind(self.is_sparse(layer), self.delta is not None and self.delta.layers[layer])
+        sparse = self.moe is not None and layer not in self.moe.dense_layers
+        return Kind(sparse, self.delta is not None and self.delta.layers[layer])
 
-    def count_kinds(self, layers: range) -> dict[Kind, int]:
+    def count_kinds(self, layers: Collection[int]) -> dict[Kind, int]:
         """Count the layers of each kind among these."""
         if self.delta is not None:
             return Counter(map(self.kind, layers))

@@ -108,7 +108,7 @@ def _parameters(arch: ModelArch, engine: Literal["megatron", "fsdp2"], value_hea
         return
     for layer in range(arch.num_layers):
         rules = list(layer_rules(arch, layer))
-        if arch.is_sparse(layer):
+        if arch.kind(layer).sparse:
             rules += [rule for expert in rank_experts(arch, 1, 0) for rule in expert_rules(arch, expert)]
         for rule in rules:
             yield [hf_layer(layer) + name for name in rule.hf(arch)]

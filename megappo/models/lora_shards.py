@@ -40,7 +40,7 @@ def adapted_linears(arch: ModelArch, tp: int, tp_rank: int, layer: int, modules:
 
 def adapted_experts(arch: ModelArch, etp: int, etp_rank: int, layer: int, modules: Modules) -> Iterator[AdaptedLinear]:
     """Yield the adapted weights of expert 0 of a layer, which are those of the others under other numbers."""
-    rules = expert_linears(arch) if arch.is_sparse(layer) else ()
+    rules = expert_linears(arch) if arch.kind(layer).sparse else ()
     return _adapted(arch, rules, etp, etp_rank, layer, modules)
 
 

@@ -48,7 +48,7 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_size,
-        "moe_layer_freq": [int(arch.is_sparse(layer)) for layer in range(arch.num_layers)],
+        "moe_layer_freq": [int(arch.kind(layer).sparse) for layer in range(arch.num_layers)],
         "moe_router_score_function": "softmax",
         # Softmax over the chosen logits equals softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,

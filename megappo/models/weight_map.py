@@ -73,7 +73,7 @@ def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer:
     """Yield (rule, number of ranks that shard its tensor, this rank's index among them) for every tensor of a layer on a rank."""
     for rule in layer_rules(arch, layer):
         yield rule, layout.tp, at.tp
-    if arch.is_sparse(layer):
+    if arch.kind(layer).sparse:
         for expert in rank_experts(arch, layout.ep, at.ep):
             for rule in expert_rules(arch, expert):
                 yield rule, layout.etp, at.etp
@@ -87,7 +87,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         rules = list(layer_rules(arch, layer))
-        if arch.is_sparse(layer):
+        if arch.kind(layer).sparse:
             rules += [rule for expert in rank_experts(arch, 1, 0) for rule in expert_rules(arch, expert)]
         for rule in rules:
             tensors.update({hf_layer(layer) + name: shape for name, shape in rule.hf(arch).items()})
@@ -178,7 +178,7 @@ def piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False)
 
 def _layer_template(arch: ModelArch, layout: ParallelLayout, stage: list[Coordinates], layer: int) -> tuple[Held, ...]:
     held = [_held(arch, rule, layout.tp, [at.tp for at in stage]) for rule in layer_rules(arch, layer)]
-    if arch.is_sparse(layer):
+    if arch.kind(layer).sparse:
         for ep in range(layout.ep):
             # Positions with another ep coordinate hold nothing of these experts.
             etp = [at.etp if at.ep == ep else None for at in stage]

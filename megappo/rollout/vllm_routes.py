@@ -18,7 +18,7 @@ WAY_OUT = "set rollout.replay_experts=none"
 
 
 def sparse_layers(arch: ModelArch) -> list[int]:
-    return [layer for layer in range(arch.num_layers) if arch.is_sparse(layer)]
+    return [layer for layer in range(arch.num_layers) if arch.kind(layer).sparse]
 
 
 def routes_of_output(output: Any, arch: ModelArch) -> Routes | None:

@@ -115,7 +115,7 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
         for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
             parts = [rows(hf[f"self_attn.q_proj.{kind}"]), kv(hf[f"self_attn.k_proj.{kind}"]), kv(hf[f"self_attn.v_proj.{kind}"])]
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(parts)
-        if arch.is_sparse(layer):
+        if arch.kind(layer).sparse:
             out[f"{prefix}mlp.gate.weight"] = hf["mlp.gate.weight"]
             out |= {f"{prefix}{EXPERTS}{name}": tensor for name, tensor in stacked_experts(arch, hf, tp, rank).items()}
         else:

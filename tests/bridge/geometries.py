@@ -52,9 +52,9 @@ def large_ends(arch: ModelArch, layout: ParallelLayout, engine_tp: int, apart: b
 
 def large_target(arch: ModelArch, layout: ParallelLayout, pieces: PieceMap, engine_tp: int, tp_rank: int) -> Target:
     """An engine rank, described by as many layers as show every kind."""
-    layers = 1 + next(layer for layer in range(arch.num_layers) if arch.is_sparse(layer))
+    layers = 1 + next(layer for layer in range(arch.num_layers) if arch.kind(layer).sparse)
     few = replace(arch, num_layers=layers)
     stage = replace(layout, world_size=layout.ranks_per_stage, pp=1, vpp=1, layers_per_stage=())
     target = Target.of(engine_destination(few, engine_tp, tp_rank, torch.bfloat16), piece_map(few, stage))
-    kinds = {few.is_sparse(layer): target.sections[1 + layer] for layer in range(layers)}
-    return target._replace(sections=(0, *(kinds[arch.is_sparse(layer)] for layer in range(arch.num_layers))))
+    kinds = {few.kind(layer).sparse: target.sections[1 + layer] for layer in range(layers)}
+    return target._replace(sections=(0, *(kinds[arch.kind(layer).sparse] for layer in range(arch.num_layers))))

@@ -374,7 +374,7 @@ def test_dense_layers_among_sparse_ones(changes, dense):
     assert (
         arch.moe is not None
         and arch.moe.dense_layers == dense
-        and [arch.is_sparse(i) for i in range(4)] == [i not in dense for i in range(4)]
+        and [arch.kind(i).sparse for i in range(4)] == [i not in dense for i in range(4)]
     )
     assert arch.qk_norm and arch.head_dim == arch.hidden_size // arch.num_heads
 

@@ -286,7 +286,7 @@ def _stored_pass(
     if has_logits:
         times["head"] = _head_s(arch, layout, mine, rate, hardware)
     # One more layer for each chunk: embedding or head, and messages.
-    num_sparse = sum(arch.is_sparse(layer) for layer in layers)
+    num_sparse = sum(count for kind, count in arch.count_kinds(layers).items() if kind.sparse)
     times["host"] = (
         (len(layers) + layout.vpp) * hardware.layer_overhead_us + num_sparse * hardware.sparse_layer_overhead_us
     ) * 1e-6
@@ -348,7 +348,7 @@ def _communication(
     backward: dict[Part, float] = {}
     hidden = tokens * arch.hidden_size * itemsize
     sequence_shards = layout.tp if layout.sequence_parallel else 1
-    num_sparse = sum(arch.is_sparse(layer) for layer in layers)
+    num_sparse = sum(count for kind, count in arch.count_kinds(layers).items() if kind.sparse)
     if layout.tp > 1:
         group = span(layout, "tp", ranks_per_node)
         # Two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
