@@ -255,7 +255,7 @@ def test_the_peak_of_a_training_pass_under_fsdp2_is_the_plans_within_2_percent(m
 def test_the_peaks_of_passes_with_experts_or_delta_nets_under_fsdp2_are_the_plans_within_a_tenth(measured):
     for case, ranks in zip(ROUGH, zip(*(one[6] for one in measured))):
         for forward, trained, planned_forward, planned in ranks:
-            assert (planned_forward, planned) == (pytest.approx(forward, rel=0.1), pytest.approx(trained, rel=0.1)), case
+            assert 0.96 * forward <= planned_forward <= 1.1 * forward and 0.96 * trained <= planned <= 1.1 * trained, case
 
 
 def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say(measured):
