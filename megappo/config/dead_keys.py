@@ -45,7 +45,7 @@ _OF_TEMPLATE = Dead(
 
 _OF_IMAGES = Dead(
     ("data.image_root", "data.max_image_pixels"),
-    lambda c: c.data.image_key is None,
+    lambda c: c.data.image_key is None and not (isinstance(c, TrainConfig) and c.rollout.shown_images),
     "data.image_key is not set, so prompts have no images; remove it, or name their field",
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 from megappo.config.environment_sections import CompactionConfig, EnvironmentConfig
 from megappo.config.errors import problem
 from megappo.config.evaluations import DEFAULT, evaluation_sets
+from megappo.config.layout_checks import scores_with_model
 from megappo.config.rank_ranges import ALL
 from megappo.config.schema import TrainConfig
 
@@ -157,9 +158,33 @@ def environment_problem(config: TrainConfig) -> str | None:
             f"no turn could follow: a sequence has rollout.max_response_tokens {longest} behind its prompt; lower it, or raise that"
         )
         return problem(f"{key}.observation_tokens", environment.observation_tokens, fix)
+    if environment.images:
+        for other, value, because in _excluded_by_images(config, environment):
+            return problem(other, value, f"{because}; change it, or set {key}.images to 0")
     if environment.compaction is None:
         return None
     return _compaction_problem(f"{key}.compaction", environment.compaction, config)
+
+
+def _excluded_by_images(config: TrainConfig, environment: EnvironmentConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, value, reason) of settings that exclude images from an environment."""
+    key = "rollout.environment"
+    if environment.interface == "ids":
+        yield f"{key}.interface", "ids", "images come with messages, not among ids"
+    if environment.observation_tokens is not None:
+        yield f"{key}.observation_tokens", environment.observation_tokens, "it could cut the place of an image"
+    if environment.compaction is not None:
+        section = environment.compaction.model_dump(mode="json", exclude_unset=True)
+        yield f"{key}.compaction", section, "it could cut an image"
+    if config.rollout.max_staleness is not None:
+        because = "images of environments are not kept in the log of what is drawn beside training"
+        yield "rollout.max_staleness", config.rollout.max_staleness, because
+    if scores_with_model(config):
+        yield (
+            "reward_model.model",
+            str(config.reward_model.model),
+            "it would see the images of prompts alone, and the environment's as the text <image>",
+        )
 
 
 def _code_problem(key: str, environment: EnvironmentConfig) -> str | None:

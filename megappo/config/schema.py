@@ -113,6 +113,11 @@ class RolloutConfig(SamplerConfig):
         return self.push_every + (self.max_staleness or 0)
 
     @property
+    def shown_images(self) -> int:
+        """Most images that an environment shows in a trajectory."""
+        return 0 if self.environment is None else self.environment.images
+
+    @property
     def replays_experts(self) -> bool:
         """True if the experts that vLLM chooses are recorded, for a model that has some."""
         return self.replay_experts != "none" and self.engine == "vllm" and self.environment is None

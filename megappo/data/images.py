@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megappo.data.cache import Cache, digest
+from megappo.data.pictures import IMAGE_BASE, MARKER, Picture, Pictures
 from megappo.data.sources import Joined, Source, parts_of
 from megappo.runtime.messages import first_line, parse_object
 
@@ -31,12 +32,8 @@ if TYPE_CHECKING:  # numpy is imported where pixels are read: a command with a w
     import numpy
     from numpy.typing import NDArray
 
-IMAGE_BASE = 1 << 24
-"""Ids from here on are features of images; every vocabulary is smaller, and 2^31 is far."""
-MARKER = "<image>"
-"""Place of an image in a question."""
 MOST_IMAGES = 16
-"""Of one prompt: vLLM plans its buffers by it."""
+"""Of one prompt, or one observation: vLLM plans its buffers by it."""
 THUMBNAIL = 192
 """Pixels of a thumbnail's longer side: 1 to 8 KB as JPEG."""
 FEATURE_BYTES = 2**30
@@ -45,6 +42,7 @@ PROCESSOR = "preprocessor_config.json"
 """File of a checkpoint that says how its model sees images."""
 _PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
 _MOST_SIDE_RATIO = 200  # of the processor
+_BLANK = "blank"
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,12 @@ class ImageStore:
         # [images, 3] int64: first patch, rows and columns of patches.
         self._index = numpy.load(folder / _INDEX)
         self.features = Features()
+        self.pictures = Pictures(len(self._index))
+
+    def begin_step(self) -> None:
+        """Forget what the step before has computed and shown."""
+        self.features.clear()
+        self.pictures.clear()
 
     def __reduce__(self) -> tuple[type[ImageStore], tuple[Path]]:
         return ImageStore, (self._folder,)  # other processes map the files too
@@ -114,8 +118,19 @@ class ImageStore:
 
     def grid(self, image: int) -> tuple[int, int]:
         """Rows and columns of an image's patches."""
+        if image >= len(self):
+            return self.pictures[image].grid
         _, rows, cols = self._index[image].tolist()
         return rows, cols
+
+    def content(self, image: int) -> str:
+        """Return a name that no other image of the run has: for what is kept longer than a step."""
+        return str(image) if image < len(self) else self.pictures[image].name
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of an image, also of one that an environment shows."""
+        return max(self._meta.get("most_tokens", 0), *map(self.num_tokens, range(len(self))))
 
     @cached_property
     def smallest(self) -> int:
@@ -136,8 +151,13 @@ class ImageStore:
         """Copy the patches of these images, one after the other: [patches, 3 x patch x patch], in the order of the processor."""
         import numpy
 
-        spans = [(first, first + rows * cols) for first, rows, cols in self._index[list(images)].tolist()]
-        return numpy.concatenate([self._pixels[start:end] for start, end in spans])
+        def of(image: int) -> NDArray[numpy.uint8]:
+            if image >= len(self):
+                return self.pictures[image].patches
+            first, rows, cols = self._index[image].tolist()
+            return self._pixels[first : first + rows * cols]
+
+        return numpy.concatenate([of(one) for one in images])
 
     def thumbnail(self, image: int) -> bytes:
         """Return an image, as the tower sees it, as a JPEG of at most THUMBNAIL pixels a side."""
@@ -162,18 +182,35 @@ class ImageStore:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Images of the prompts of a run. key: `data.image_key`. root: see `references`. folders: of the sources' files, by source.
-    most: images of a record, at most."""
+    """Images of a run. key: `data.image_key`; None: prompts have none. root: see `references`. folders: of the sources' files, by
+    source. most: images of a record, at most. max_pixels: see `open_images`."""
 
-    key: str
+    key: str | None
     root: str | None
     folders: Mapping[str, Path | None]
     store: ImageStore
     places: Places
     most: int
+    max_pixels: int | None = None
+
+    @cached_property
+    def _processor(self) -> Any:
+        return _processor(self.places, self.max_pixels)[0]
+
+    def picture(self, value: Any) -> Picture:
+        """Process an image that an environment returns: an image of PIL, or as a record names one, where a path is absolute or
+        relative to `root`. ValueError says why it cannot be used."""
+        if callable(getattr(value, "save", None)):
+            file = io.BytesIO()
+            value.save(file, "PNG")
+            value = file.getvalue()
+        reference = _reference(value, None if self.root is None else Path(self.root))
+        return Picture(*_patches(self._processor, self.places, reference.read()))
 
     def of_record(self, record: Mapping[str, Any], name: str) -> list[int]:
         """Return the numbers of a record's images. name: as in messages, behind its source. ValueError as `references`."""
+        if self.key is None:
+            return []
         folder = self.folders[name.rpartition("#")[0]]
         return [self.store.number(one.name) for one in references(record, self.key, self.root, folder, name)]
 
@@ -202,7 +239,8 @@ class PromptImages:
         marked = sum(text.count(MARKER) for text in texts)
         if marked != len(numbers):
             fix = f"every image has its place at one {MARKER} in the question, or is a part {{type: image}} of it"
-            raise ValueError(f"{name}{marked} {MARKER} for {len(numbers)} images of data.image_key={self.key}: {fix}")
+            of_key = f" of data.image_key={self.key}" if name and self.key else ""
+            raise ValueError(f"{name}{marked} {MARKER} for {len(numbers)} images{of_key}: {fix}")
         if marked > MOST_IMAGES:
             raise ValueError(f"{name}{marked} images in a prompt; {MOST_IMAGES} are the most, leave the record out")
         if isinstance(question, str):
@@ -293,6 +331,15 @@ def _reference(value: Any, folder: Path | None) -> Reference:
     return Reference(str(path.absolute()))
 
 
+def _blank() -> Reference:
+    """Return what a tower computes on a rank without an image, where no record has one: some white pixels."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("L", (16, 16), 255).save(file, "PNG")
+    return Reference(_BLANK, file.getvalue())
+
+
 def folder_of(source: Source) -> Path | None:
     """Return the folder of a source's file; None for a dataset of a hub."""
     return source.files[0].absolute().parent if source.files else None
@@ -302,16 +349,25 @@ def folder_of(source: Source) -> Path | None:
 
 
 def open_images(
-    sources: Iterable[Source | Joined], key: str, root: str | None, places: Places, max_pixels: int | None, cache: Cache
+    sources: Iterable[Source | Joined],
+    key: str | None,
+    root: str | None,
+    places: Places,
+    max_pixels: int | None,
+    cache: Cache,
+    *,
+    are_shown: bool = False,
 ) -> PromptImages:
     """Open the images of these sources, processed at the first call. max_pixels: larger ones are made smaller; None: the
-    processor's own limit. ValueError, one line, naming record and file: an image that is missing, broken, animated, in CMYK or too
-    narrow; a processor that transformers cannot build or that does not fit the model."""
+    processor's own limit. are_shown: an environment shows others too; the store then has a blank one at its end. ValueError, one
+    line, naming record and file: an image that is missing, broken, animated, in CMYK or too narrow; a processor that transformers
+    cannot build or that does not fit the model."""
     where: dict[str, str] = {}
     found: dict[str, Reference] = {}
     folders: dict[str, Path | None] = {}
     most = 0
-    for source in sources:
+    for source in sources if key is not None else ():
+        assert key is not None
         for part in parts_of(source):
             folders[part.spec] = folder_of(part)
             for named, name in _of_source(part, key, root):
@@ -319,12 +375,14 @@ def open_images(
                 for reference in named:
                     found.setdefault(reference.name, reference)
                     where.setdefault(reference.name, name)
-    if not found:
+    if not found and key is not None:
         raise ValueError(f"data.image_key={key}: no record names an image; correct the key, or leave it out")
     processor, identity = _processor(places, max_pixels)
+    if are_shown:
+        found[_BLANK] = _blank()
     states = [[name, *_state(one)] for name, one in found.items()]
     folder = cache.folder({"images": states, **identity}, partial(_build, list(found.values()), where, processor, places))
-    return PromptImages(key, root, folders, ImageStore(folder), places, most)
+    return PromptImages(key, root, folders, ImageStore(folder), places, most, max_pixels)
 
 
 def _of_source(source: Source, key: str, root: str | None) -> Iterator[tuple[list[Reference], str]]:
@@ -390,6 +448,8 @@ def _build(references: Sequence[Reference], where: Mapping[str, str], processor:
                 first += len(rows)
     mean, std = list(processor.image_mean), list(processor.image_std)
     meta = {"width": 3 * places.patch**2, "merge": places.merge, "frames": places.frames, "mean": mean, "std": std}
+    if references[-1].name == _BLANK:
+        meta["most_tokens"] = processor.size["longest_edge"] // (places.patch * places.merge) ** 2
     meta["sha256"] = digest({"pixels": content.hexdigest(), "mean": mean, "std": std})
     _write_index(folder, index, meta | {"numbers": {one.name: number for number, one in enumerate(references)}})
 
@@ -413,16 +473,19 @@ def _processed(
     where: Mapping[str, str], processor: Any, places: Places, reference: Reference
 ) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
     """Return an image's patches [patches, 3 x patch x patch], and their rows and columns."""
-    import numpy
-
     what = reference.name if reference.content is None else "image"
     try:
-        image = _decoded(reference.read())
-        out = processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
+        return _patches(processor, places, reference.read())
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(
             f"{where[reference.name]}: {what} cannot be used: {first_line(error)}; correct it or leave it out"
         ) from error
+
+
+def _patches(processor: Any, places: Places, content: bytes) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
+    import numpy
+
+    out = processor(images=[_decoded(content)], do_rescale=False, do_normalize=False, return_tensors="np")
     _, rows, cols = out["image_grid_thw"][0].tolist()
     pixels = numpy.asarray(out["pixel_values"]).reshape(rows * cols, 3, places.frames, -1)[:, :, 0]
     return numpy.clip(numpy.rint(pixels), 0, 255).astype(numpy.uint8).reshape(rows * cols, -1), (rows, cols)

@@ -17,6 +17,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from megappo.data.pictures import IMAGE_BASE, MARKER
 from megappo.data.template_args import read_by_template, write_defaults
 from megappo.runtime.messages import first_line, parse_object
 
@@ -333,9 +334,13 @@ class SentencePieceTokenizer:
 
 
 def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], str]) -> str:
-    """Decode runs of ids in the vocabulary by `known`, and every other id to U+FFFD."""
-    runs = groupby(ids, key=lambda i: 0 <= i < vocab_size)
-    return "".join(known(list(run)) if inside else "\ufffd" * len(list(run)) for inside, run in runs)
+    """Decode runs of ids in the vocabulary by `known`, the features of an image to `MARKER`, and every other id to U+FFFD."""
+
+    def text_of(kind: bool | int, run: list[int]) -> str:
+        return known(run) if kind is True else MARKER if kind else "\ufffd" * len(run)
+
+    runs = groupby(ids, key=lambda i: 0 <= i < vocab_size or (i if i >= IMAGE_BASE else 0))
+    return "".join(text_of(kind, list(run)) for kind, run in runs)
 
 
 def _eos_ids(eos_id: int, *directories: Path | None) -> tuple[int, ...]:

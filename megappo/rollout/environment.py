@@ -14,6 +14,7 @@ from typing import Any
 from megappo.config.environment_sections import CompactionConfig, EnvironmentConfig
 from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.schema import TrainConfig
+from megappo.data.images import PromptImages
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Message, Tokenizer
@@ -77,6 +78,8 @@ class Conversation:
 
 logger = logging.getLogger(__name__)
 
+IMAGES = "images"
+"""Key of a message with those that it shows."""
 SHOWN_CHARACTERS = 200  # of a turn in messages, as of a response in those of rewards
 
 
@@ -90,6 +93,8 @@ class PreparedEnvironment:
     """Source of `function`, from which worker processes load it too."""
     conversation: Conversation
     """Turns observations into ids."""
+    images: PromptImages | None = None
+    """Of the run; None if observations show none."""
 
 
 def with_environment(
@@ -97,7 +102,8 @@ def with_environment(
 ) -> TurnsRollout:
     """Wrap the engine so that its responses are trajectories in this environment."""
     environment, limits = environment_of(prepared, tokenizer, config.rollout.stop), limits_of(prepared, config, tokenizer)
-    return TurnsRollout(engine, environment, **limits, together=prepared.settings.join == "together")
+    pictures = None if prepared.images is None else prepared.images.store.pictures
+    return TurnsRollout(engine, environment, **limits, together=prepared.settings.join == "together", pictures=pictures)
 
 
 def limits_of(prepared: PreparedEnvironment, config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -245,10 +251,26 @@ class _Question:
         conversation, settings = self.questions.prepared.conversation, self.questions.settings
         said = {**said, "content": conversation.cut(said["content"], settings.observation_tokens)}
         self.turn.memo["messages"].append(said)
+        follow = functools.partial(conversation.follow, ended=int(self.turn.tokens[-1]) in self.questions.tokenizer.eos_ids)
         try:
-            return conversation.follow(said, ended=int(self.turn.tokens[-1]) in self.questions.tokenizer.eos_ids)
-        except ValueError as error:  # the template refuses the role
+            numbers, images = self._shown(found), self.questions.prepared.images
+            return follow(said) if images is None else images.encoded([said], numbers, lambda marked: follow(marked[0]))
+        except (OSError, SyntaxError, ValueError) as error:  # the template refuses the role, or an image cannot be used
             raise EnvironmentFault(self.named(f"returned {_short(found)}: {error}")) from error
+
+    def _shown(self, found: Any) -> list[int]:
+        """Add the images of a message to those of the step; return their numbers. ValueError for one that cannot be used."""
+        given = found.get(IMAGES) if isinstance(found, Mapping) else None
+        values = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        images, most, shown = self.questions.prepared.images, self.questions.settings.images, self.turn.memo.setdefault(IMAGES, [])
+        if len(shown) + len(values) > most:
+            raise ValueError(f"images 1 to {len(shown) + len(values)} of a trajectory, more than rollout.environment.images {most}")
+        numbers = []
+        for value in values:
+            assert images is not None
+            numbers.append(images.store.pictures.show(images.picture(value), self.turn.number, len(shown)))
+            shown.append(numbers[-1])
+        return numbers
 
     def _of_ids(self, found: Any) -> list[int]:
         size = self.questions.tokenizer.vocab_size
@@ -272,9 +294,10 @@ def _sample_id(turn: Turn) -> str:
 
 
 def _message(found: Any) -> Message | None:
-    if not isinstance(found, Mapping) or set(found) != {"role", "content"}:
+    if not isinstance(found, Mapping) or set(found) - {IMAGES} != {"role", "content"}:
         return None
-    return {"role": found["role"], "content": found["content"]} if all(isinstance(one, str) for one in found.values()) else None
+    said = {"role": found["role"], "content": found["content"]}
+    return said if all(isinstance(one, str) for one in said.values()) else None
 
 
 def _short(value: Any) -> str:

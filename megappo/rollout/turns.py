@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.data.pictures import Picture, Pictures
 from megappo.parallel.consensus import gathered
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import (
@@ -268,7 +270,7 @@ class TurnsRollout(Trajectories):
     turn_tokens: most tokens of a turn. A sequence holds at most `SamplingParams.max_tokens` tokens after its prompt, observations
     included; a trajectory that reaches them ends, cut. max_prompt_tokens: of compacted prompts. together: trajectories that wait
     for a `SideEnvironment` go on together, when the engine is idle and all are answered, so batches and the last bits of log-probs
-    do not depend on answer times. False: each goes on at once.
+    do not depend on answer times. False: each goes on at once. pictures: where observations put images; None: they show none.
     """
 
     def __init__(
@@ -281,10 +283,11 @@ class TurnsRollout(Trajectories):
         max_prompt_tokens: int,
         compaction: Compaction | None = None,
         together: bool = True,
+        pictures: Pictures | None = None,
     ) -> None:
         limits = {"max_turns": max_turns, "turn_tokens": turn_tokens, "max_prompt_tokens": max_prompt_tokens}
         super().__init__(environment, **limits, compaction=compaction)
-        self.name, self._engine, self._together = engine.name, engine, together
+        self.name, self._engine, self._together, self.pictures = engine.name, engine, together, pictures
         self._group = None if engine.replica is None else engine.replica.group
         self._waiting: list[tuple[Response, Asked | Answer]] = []
         self._num_waiting = 0  # turns of all ranks of the replica that were drawn, and have not gone on or ended
@@ -364,9 +367,18 @@ class TurnsRollout(Trajectories):
         if not has_group:
             return [(response, answer, True) for response, answer in mine]
         # All ranks of a replica submit the same requests in the same order.
-        everywhere = gathered(mine, self._group)  # of the turns that ended now, tokens as arrays
+        everywhere = gathered((mine, self._shown(mine)), self._group)  # of the turns that ended now, tokens as arrays
+        if self.pictures is not None:
+            for _, pictures in everywhere:
+                self.pictures.take(pictures)
         own = dist.get_rank(self._group)
-        return [(*pair, rank == own) for rank, theirs in enumerate(everywhere) for pair in theirs]
+        return [(*pair, rank == own) for rank, (theirs, _) in enumerate(everywhere) for pair in theirs]
+
+    def _shown(self, answered: Sequence[tuple[Response, Answer]]) -> dict[int, Picture]:
+        """Return the images of these answers, for the other ranks of the replica."""
+        if self.pictures is None:
+            return {}
+        return self.pictures.among(chain.from_iterable(answer.observation or () for _, answer in answered))
 
     def _take_waiting(self, joins: bool) -> list[tuple[Response, Answer]]:
         taken: list[tuple[Response, Answer]] = []

@@ -22,13 +22,14 @@ from megappo.models.vision import spans_of
 from megappo.rollout.types import Ids
 
 
-def image_options(path: str) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that a vision-language model in this directory adds."""
+def image_options(path: str, shown: int) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that a vision-language model in this directory adds. shown: most images that an
+    environment adds to a prompt's."""
     return {
         # vLLM asks for the tokenizer of such a model, which reads no prompt.
         "tokenizer": path,
         "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+        "limit_mm_per_prompt": {"image": MOST_IMAGES + shown, "video": 0},
         "mm_processor_cache_gb": 0,
         "mm_device_do_normalize": True,
         # It would process pictures of its own.
@@ -57,7 +58,7 @@ def register_vision(architecture: str, images: ImageStore | None) -> None:
     from vllm import ModelRegistry
 
     served = _served(architecture)
-    most = 1 if images is None else max(map(images.num_tokens, range(len(images))))
+    most = 1 if images is None else images.most_tokens
 
     class Info(served._processor_factory.info):
         def get_mm_max_tokens_per_item(self, *_: object, **__: object) -> dict[str, int]:
@@ -127,6 +128,6 @@ def inputs_with_images(tokens: Ids, vision: VisionArch, images: ImageStore | Non
     processed: Any = {"pixel_values": pixels, "image_grid_thw": grids}
     items = MultiModalKwargsItems.from_hf_inputs(processed, fields)
     words = numpy.where(tokens >= IMAGE_BASE, vision.image_token, tokens).tolist()
-    hashes = [f"{salt}:{one}" for one in numbers]
+    hashes = [f"{salt}:{images.content(one)}" for one in numbers]
     places = [PlaceholderRange(offset=span.start, length=span.end - span.start) for span in found]
     return mm_input(words, items, {"image": hashes}, {"image": places}, cache_salt=salt)

@@ -89,7 +89,7 @@ def vllm_options(
         seed=model.seed,
     )
     if model.arch.vision is not None:
-        options |= image_options(model.path)
+        options |= image_options(model.path, config.shown_images)
     options |= config.vllm_args
     if model.lora is not None:
         options |= adapter_options(model.lora)

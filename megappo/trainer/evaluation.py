@@ -29,7 +29,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.average import PolicyAverage
-from megappo.trainer.experience.collect import collect, evaluation_requests
+from megappo.trainer.experience.collect import collect, evaluation_requests, share_pictures
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
 from megappo.trainer.left_out import LeftOut, left_out_of
@@ -123,6 +123,7 @@ class Evaluator:
 
         begin = begin_rewards(prompt_of, tokenizer, self.scorer, self.sampling.stop)
         responses = generate(rollout, requests, self.sampling, begin, None, f"{EVALUATION}{self.name}")
+        share_pictures(rollout, len(requests))
         experience = collect(requests, [replace(one, contexts=()) for one in responses])  # scored by its last sequence
         scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
         table, parts, left_out = experience.table, _part_means(scored), left_out_of(experience, scored, compares_groups=False)

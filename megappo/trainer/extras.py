@@ -36,7 +36,7 @@ from megappo.trainer.advantages import GREEDY
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import critics_in
-from megappo.trainer.experience.collect import SampleRequests, collect
+from megappo.trainer.experience.collect import SampleRequests, collect, share_pictures
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.replicas import ReplicaCheck
@@ -70,7 +70,8 @@ def trajectories_of(
     prompt_of, drawn: by the sample's number in the step, before any were left out. images: of the run."""
     places = _places_of(record)
     rows = [_row(record, places[number], prompt_of(number), number, tokenizer) for number in drawn if number in places]
-    rows = rows if images is None else [{**row, "images": _thumbnails(row["prompt_tokens"], images)} for row in rows]
+    if images is not None:
+        rows = [{**row, "images": _thumbnails([*row["prompt_tokens"], *row["response_tokens"]], images)} for row in rows]
     if place_in_world()[1] == 1:
         return rows
     return sorted((row for theirs in gathered_at(0, rows) for row in theirs), key=lambda row: row["sample"])
@@ -243,7 +244,9 @@ class GreedyBaseline(Extra):
         """Draw one greedy response per prompt, numbered like the groups of the samples. Collective over the world."""
         assert isinstance(drawn.requests, SampleRequests), "responses that go on have no greedy one"
         once = greedy_requests(drawn.requests)
-        self._greedy = collect(once, generate(self._engine, once, self._params, batch=f"{GREEDY_BATCH}{drawn.step}"))
+        responses = generate(self._engine, once, self._params, batch=f"{GREEDY_BATCH}{drawn.step}")
+        share_pictures(self._engine, len(once))
+        self._greedy = collect(once, responses)
 
     def after_score(self, drawn: Round, experience: Experience) -> Experience:
         """Add the field GREEDY, [B] fp64. Collective over the world; errors as `score_responses`."""

@@ -358,7 +358,7 @@ class Instruments:
         if step is not None:
             self.sections.of_step(step)
             if self._images is not None:
-                self._images.features.clear()  # a step begins with none, also the first one of a run that goes on
+                self._images.begin_step()  # without any, also the first step of a run that goes on
         return StageTimers(observer=self, memory=self._memory)
 
     @contextmanager

@@ -13,7 +13,7 @@ from megappo.config.schema import RolloutConfig
 from megappo.parallel.consensus import warn_once
 from megappo.rewards.base import TooFewVerdicts
 from megappo.rollout.generation import generate
-from megappo.trainer.experience.collect import LOST, collect, prompt_of_sample
+from megappo.trainer.experience.collect import LOST, collect, prompt_of_sample, share_pictures
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
 from megappo.trainer.left_out import LeftOut, VerdictRules, left_out_of
@@ -65,6 +65,7 @@ class RolloutSide:
         begin = begin_rewards(asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop, requests)
         predicted = self.source.predicted_lengths(asked.rows)
         responses = generate(self.engine, requests, self._sampling, begin, predicted, f"step/{step}")
+        share_pictures(self.engine, len(requests))
         for extra in self._extras:
             extra.after_generate(asked)
         self.engine.sleep()

@@ -105,6 +105,31 @@ OF_ENVIRONMENTS = [
         "no sequence is longer than data.max_prompt_tokens 512 + rollout.max_response_tokens 512",
         "rollout.environment.compaction.max_tokens=1023",
     ),
+    (
+        [*ENVIRONMENT, "rollout.environment.images=2", "rollout.environment.interface=ids"],
+        "images come with messages, not among ids; change it, or set rollout.environment.images to 0",
+        "rollout.environment.interface=text",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.images=2", "rollout.environment.observation_tokens=64"],
+        "rollout.environment.observation_tokens = 64: it could cut the place of an image",
+        "rollout.environment.observation_tokens=null",
+    ),
+    (
+        [*COMPACTION, "rollout.environment.images=2"],
+        "it could cut an image; change it, or set rollout.environment.images to 0",
+        "rollout.environment.images=0",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.images=2", "rollout.max_staleness=0"],
+        "rollout.max_staleness = 0: images of environments are not kept in the log",
+        "rollout.max_staleness=null",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.images=2", "reward.parts=[{model: reward_model}]", "reward_model.model=judge"],
+        'reward_model.model = "judge": it would see the images of prompts alone',
+        "rollout.environment.images=0",
+    ),
     (COMPACTION[:-1], "compaction.keep_last is missing", "rollout.environment.compaction.ask=Sum up."),
     (
         [*COMPACTION, "rollout.environment.compaction.ask=Sum up."],

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import product
+import runpy
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,14 +14,27 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from PIL import Image
 
+from megappo.data.images import IMAGE_BASE
+from megappo.data.token_texts import response_text
+from megappo.data.tokenizers import load_tokenizer
 from megappo.models.hf_config import read_arch
 from megappo.telemetry.jsonl import read_lines
 from megappo.trainer.prepare.reward_model import check_classifier, check_head
-from tests.models.vision_cases import write_questions, write_vision_checkpoint
+from tests.models.vision_cases import EOS, IMAGE_TOKEN, PICTURES, write_questions, write_vision_checkpoint
 from tests.trainer.preference_runs import run_all as run_preferences
 from tests.trainer.preference_runs import run_config
-from tests.trainer.small_run import NUMBERS, bare, branch_off, check_same_numbers, run_many, small_config, write_small_task
+from tests.trainer.small_run import (
+    NUMBERS,
+    bare,
+    branch_off,
+    check_same_numbers,
+    run_many,
+    set_keys,
+    small_config,
+    write_small_task,
+)
 from tests.worlds import spawn_world
 
 STEPS, MINI_BATCH = 2, 16
@@ -47,6 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "reference.ranks": "0",
     },
 }
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # A vision-language model with experts; its tower trains, in policy and critic.
 VISION = "qwen3_vl_moe"
 REWARD = """
@@ -85,6 +100,43 @@ def seeing_config(folder: Path, name: str) -> dict[str, Any]:
     return config
 
 
+# Whose environment draws at run time.
+PLAYER = "qwen3_vl"
+
+
+def playing_config(folder: Path, name: str) -> dict[str, Any]:
+    """Three turns, with pictures of the data and of the environment; policy under Megatron, critic under fsdp2."""
+    config = seeing_config(folder, "seeing-megatron")
+    environment = {"path": str(EXAMPLES / "shown_guess.py"), "function": "show", "max_turns": 3, "images": 2}
+    changes = {
+        "run.name": name,
+        "policy.model": str(folder / PLAYER),
+        "policy.parallel": {"tp": 2, "sequence_parallel": True},
+        "critic.engine": "fsdp2",
+        "critic.parallel": {},
+        "critic.value_head": "normal",
+        "rollout.max_response_tokens": 64,
+        "rollout.environment": environment,
+        "checkpoint.save_every": 1,
+    }
+    del config["teacher"], config["algorithm"]["distillation"]
+    return set_keys(config, changes)
+
+
+def record_first_step(folder: Path, rank: int) -> Any:
+    """Write what the models of this rank say of the samples of a run's first step."""
+    from megappo.trainer.training_side import TrainingSide
+
+    whole = TrainingSide.add_logprobs
+
+    def recorded(side: TrainingSide, record: Any) -> None:
+        whole(side, record)
+        if not (file := folder / f"played {rank}.pt").exists():
+            torch.save([record.batch.select([number]).to("cpu") for number in range(record.batch.num_sequences)], file)
+
+    return mock.patch.object(TrainingSide, "add_logprobs", recorded)
+
+
 def pairs_config(folder: Path, kind: str, engine: str) -> dict[str, Any]:
     """Two steps of DPO, or of a reward model, on pairs of answers to questions about pictures."""
     sizes = {"trainer": {"steps": STEPS, "batch_size": 4}, "data.max_tokens": 64, "data.image_key": "images"}
@@ -113,6 +165,10 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
     run_many(rank, [(config_of(folder, name, name), False) for name in RUNS])
     run_many(rank, [(seeing_config(folder, name), False) for name in SEEING])
     run_preferences(rank, [(pairs_config(folder, *one), False) for one in product(("dpo", "reward_model"), ("megatron", "fsdp2"))])
+    with record_first_step(folder, rank):
+        run_many(rank, [(playing_config(folder, "playing"), False)])
+    branch_off(folder, "playing", "playing-resumed", 1)
+    run_many(rank, [(playing_config(folder, "playing-resumed"), True)])
     for name, (begins, resumes) in (INTERRUPTED | {"recut": ("fsdp2", "cut")}).items():
         branch_off(folder, begins, name, 1)
         with mock.patch("megappo.trainer.run_facts.warn_once", lambda _, __, line: said.setdefault(name, []).append(line)):
@@ -140,6 +196,9 @@ def task(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     write_questions(folder)
     write_pairs(folder)
     (folder / "letters.py").write_text(REWARD)
+    write_vision_checkpoint(folder / PLAYER, PLAYER)
+    # A quarter of all ids end a turn.
+    (folder / PLAYER / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, *range(0, 256, 4)]}))
     return folder, spawn_world(run_all, 2, folder)[0]
 
 
@@ -230,6 +289,59 @@ def test_images_train_as_under_megatron(folder: Path) -> None:
     assert shown <= {(0, 0), (1, 1), (2, 2)} and len(shown) > 1
 
 
+def test_pictures_of_an_environment_are_seen_as_by_transformers(folder: Path) -> None:
+    """Log-probs and values of trajectories, one at a time, on pixels that are drawn here again by the text of each turn."""
+    tokenizer, game = load_tokenizer(folder / PLAYER), runpy.run_path(str(EXAMPLES / "shown_guess.py"))
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder / PLAYER, dtype=torch.float32)
+    processor: Any = transformers.AutoImageProcessor.from_pretrained(folder / PLAYER, backend="pil")
+    seed, hidden = playing_config(folder, "playing")["run"]["seed"], model.config.text_config.hidden_size
+    head = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) * (hidden + 1) ** -0.5  # as `fill_value_head`
+    num_shown = 0
+    for batch in (one for rank in (0, 1) for one in torch.load(folder / f"played {rank}.pt", weights_only=False)):
+        tokens, mask = batch.tokens.tolist(), batch["response_mask"].tolist()
+        runs = [
+            (key, [token for token, _ in run])
+            for key, run in groupby(zip(tokens, mask), key=lambda pair: (pair[1], pair[0] >= IMAGE_BASE and pair[0]))
+        ]
+        pictures, said = [], ""
+        for (sampled, image), run in runs:
+            if sampled:
+                said = response_text(run, tokenizer)
+            elif image:
+                number = image - IMAGE_BASE
+                pictures.append(
+                    Image.open(folder / f"{number}.png").convert("RGB") if number < len(PICTURES) else game["picture"](said)
+                )
+        if pictures and IMAGE_TOKEN in tokens:
+            continue  # a policy may sample it, and transformers takes it for a place
+        ids = [IMAGE_TOKEN if one >= IMAGE_BASE else one for one in tokens]
+        inputs = {"input_ids": torch.tensor([ids])}
+        if pictures:
+            inputs |= processor(images=pictures, return_tensors="pt")
+            inputs["mm_token_type_ids"] = torch.tensor([[int(one >= IMAGE_BASE) for one in tokens]])
+            num_shown += sum(one >= IMAGE_BASE + len(PICTURES) for one in set(tokens))
+        with torch.no_grad():
+            out = model(**inputs, use_cache=False)
+            states = model.model(**inputs, use_cache=False).last_hidden_state[0]
+        logprob = out.logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+        value, sampled = (states @ head.t())[:-1, 0], batch["response_mask"][1:]
+        assert (batch["logprob"][1:] - logprob)[sampled].abs().max() < 1e-5
+        assert (batch["value"][1:] - value)[sampled].abs().max() < 1e-5
+        assert (batch["rollout_logprob"][1:] - logprob)[sampled].abs().max() < 1e-4
+    assert num_shown > 4
+
+
+def test_a_run_with_pictures_of_an_environment_resumes_to_the_bit(folder: Path) -> None:
+    whole, resumed = (rows(folder, name) for name in ("playing", "playing-resumed"))
+    assert all(whole[-1][name] == resumed[-1][name] for name in NUMBERS) and len(whole) == STEPS
+    first, second = (
+        read_lines(folder / "runs" / name / "trajectories/step_000002.jsonl") for name in ("playing", "playing-resumed")
+    )
+    assert first == second, "thumbnails too"
+    shown = [set(one["response_tokens"]) & set(map(int, one["images"])) for one in first]
+    assert any(shown) and all("<image>" in one["response"] for one, numbers in zip(first, shown) if numbers)
+
+
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
 def test_preferences_with_images_are_learned_as_under_megatron(folder: Path, kind: str) -> None:
     first, second = (read_lines(folder / "runs" / f"{kind}-{engine}" / "metrics.jsonl") for engine in ("megatron", "fsdp2"))
@@ -262,7 +374,7 @@ def test_the_export_of_a_model_with_pictures_is_read_by_transformers(folder: Pat
     assert any("visual" in key for key in moved) and any("experts" in key for key in moved)
 
 
-@pytest.mark.parametrize("name", ["vllm-cut", "placed", *SEEING])
+@pytest.mark.parametrize("name", ["vllm-cut", "placed", "playing", *SEEING])
 def test_vllm_samples_with_the_pushed_weights(folder: Path, name: str) -> None:
     for row in rows(folder, name):
         assert row["rollout/push_verified"] == 1.0

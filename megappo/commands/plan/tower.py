@@ -18,7 +18,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Shown:
-    """Images that a prompt shows at most. tokens: of all its images together. source: of that number, for the report."""
+    """Images that a sample shows at most. tokens: of all its images together. source: of that number, for the report."""
 
     tokens: int
     source: str
@@ -28,20 +28,31 @@ def shown_by_keys(config: TrainConfig, arch: ModelArch) -> Shown | None:
     """Return the most that a prompt may show as far as keys say: one image of `data.max_image_pixels`, or a prompt of nothing but
     images; None for a run without images."""
     data, vision = config.data, arch.vision
-    if data.image_key is None or vision is None:
+    if (data.image_key is None and not config.rollout.shown_images) or vision is None:
         return None
-    if data.max_image_pixels is not None:
-        tokens = max(1, data.max_image_pixels // (vision.patch * vision.merge) ** 2)
-        if tokens < data.max_prompt_tokens:
-            return Shown(tokens, "one image of data.max_image_pixels; the data may have more")
-    return Shown(data.max_prompt_tokens, "all of data.max_prompt_tokens")
+    largest = None if data.max_image_pixels is None else max(1, data.max_image_pixels // (vision.patch * vision.merge) ** 2)
+    if data.image_key is None:
+        return _with_answers(config, Shown(0, "none in the data"), largest)
+    if largest is not None and largest < data.max_prompt_tokens:
+        return _with_answers(config, Shown(largest, "one image of data.max_image_pixels; the data may have more"), largest)
+    return _with_answers(config, Shown(data.max_prompt_tokens, "all of data.max_prompt_tokens"), largest)
+
+
+def _with_answers(config: TrainConfig, shown: Shown, largest: int | None) -> Shown:
+    """Add the images of an environment. largest: tokens of one, at most; None if unknown."""
+    if not (count := config.rollout.shown_images):
+        return shown
+    room = config.rollout.max_response_tokens
+    tokens = room if largest is None else min(room, count * largest)
+    return Shown(shown.tokens + tokens, f"{shown.source}; {tokens:,} of an environment's")
 
 
 def shown_in_data(config: TrainConfig, images: PromptImages) -> Shown:
     """Return the most that a prompt may show of these images."""
     largest = max(map(images.store.num_tokens, range(len(images.store))))
     source = f"at most {images.most} of at most {largest:,} tokens in the data"
-    return Shown(min(images.most * largest, config.data.max_prompt_tokens), source)
+    in_data = Shown(min(images.most * largest, config.data.max_prompt_tokens), source)
+    return _with_answers(config, in_data, images.store.most_tokens)
 
 
 @cache

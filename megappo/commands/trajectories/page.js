@@ -88,15 +88,15 @@
     return make("span", { class: kind, "data-token": inPrompt ? "p" + place : place }, tokenText(texts[place]));
   }
   // All tokens of an image are one picture.
-  function promptSpans(sample) {
-    const ids = sample.prompt_tokens;
-    return ids.flatMap((id, place) => {
+  function spansOf(sample, inPrompt) {
+    const ids = inPrompt ? sample.prompt_tokens : sample.tokens;
+    return Array.from(ids).flatMap((id, place) => {
       const picture = sample.images[id];
-      if (!picture) return [tokenSpan(sample, place, true)];
+      if (!picture) return [tokenSpan(sample, place, inPrompt)];
       if (ids[place - 1] === id) return [];
       let end = place;
       while (ids[end] === id) end += 1;
-      return [make("img", { class: "t prompt", "data-token": "p" + place, src: picture, alt: `image of ${end - place} tokens` })];
+      return [make("img", { class: "t prompt", "data-token": (inPrompt ? "p" : "") + place, src: picture, alt: `image of ${end - place} tokens` })];
     });
   }
   function paint() {
@@ -164,7 +164,7 @@
       onmouseover: (event) => { const span = event.target.closest(".t"); if (span) explain(span); },
       onmouseleave: leaveTokens, onblur: leaveTokens, onkeydown: tokenKeys,
     });
-    tokens.append(...promptSpans(s), ...s.tokens.map((_, i) => tokenSpan(s, i, false)));
+    tokens.append(...spansOf(s, true), ...spansOf(s, false));
     if (s.finish === "length") tokens.append(make("span", { class: "end" }, " … cut"));
     panel.replaceChildren(
       make("h2", {}, `step ${s.step}, sample ${s.sample}: ${s.id}`),

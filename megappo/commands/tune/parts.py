@@ -63,7 +63,7 @@ def parts_of(choice: Choice) -> list[Part]:
     end += choice.rollout.evaluate_s or 0.0
     found.append(_part("the rest", "", choice.rest_s, {"host": choice.rest_s})._replace(begin=end))
     unknown = [Part(name, stage, None) for name, stage in _unknown(config, choice.knows_turns)]
-    if config.data.image_key is not None:
+    if config.data.image_key is not None or config.rollout.shown_images:
         seeing = [part for part in found if part.name == "generate" or part.role is not None]
         unknown += [Part(f"vision tower, {part.name}", part.timing, None) for part in seeing]
     return [*(part for part in found if part.seconds is None or part.seconds > 0), *unknown]

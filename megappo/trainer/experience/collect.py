@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megappo.data.packing import ROUTES, PackedBatch, Ragged, cu_seqlens_of, route_dtype
 from megappo.data.prompts import Prompt
-from megappo.parallel.consensus import raise_together
+from megappo.parallel.consensus import gathered, raise_together
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
-from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, joined
+from megappo.rollout.turns import TurnsRollout
+from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, RolloutEngine, joined
 from megappo.trainer.experience.experience import Experience
 
 LOST = "no_verdict/"
@@ -92,6 +93,14 @@ def canary_requests(prompts: Sequence[Prompt], rows: Sequence[int], run_seed: in
 def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
     """Return the prompt of a sample in a batch with `n` samples for each of the prompts in `rows`."""
     return prompts[rows[sample // n]]
+
+
+def share_pictures(engine: RolloutEngine, num_samples: int) -> None:
+    """Give every rank the images that environments have shown in a batch of so many samples. Collective over the world if
+    `rollout.environment.images` is set."""
+    if isinstance(engine, TurnsRollout) and (pictures := engine.pictures) is not None:
+        for theirs in gathered(pictures.end_batch(num_samples)):
+            pictures.take(theirs)
 
 
 def collect(

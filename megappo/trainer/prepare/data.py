@@ -117,8 +117,9 @@ GROUP = "megappo.environments"
 KEY = "rollout.environment"
 
 
-def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvironment | None:
-    """Load `rollout.environment`; None if it is not set. ConfigError, one line, if its code or the chat template cannot be used."""
+def load_environment(config: TrainConfig, tokenizer: Tokenizer, images: PromptImages | None = None) -> PreparedEnvironment | None:
+    """Load `rollout.environment`; None if it is not set. images: of the run. ConfigError, one line, if its code or the chat
+    template cannot be used."""
     settings = config.rollout.environment
     if settings is None:
         return None
@@ -131,7 +132,7 @@ def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvir
     except ValueError as error:
         fix = f"{error}; or set data.chat_template to false, and observations are bare text"
         raise ConfigError(problem(f"{KEY}.{key}", value, fix)) from error
-    return PreparedEnvironment(settings, function, code.as_read(function), conversation)
+    return PreparedEnvironment(settings, function, code.as_read(function), conversation, images if settings.images else None)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     images = images_of_run(config, cache)
     train = load_prompts(config.data, config.data.train, tokenizer, cache, images=images)
     evaluations = load_evaluations(config, tokenizer, cache, images)
-    environment = load_environment(config, tokenizer)
+    environment = load_environment(config, tokenizer, images)
     notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
     total_steps = steps_of(config, loader)
@@ -217,7 +218,7 @@ def load_sets(config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: P
     """Load the evaluation sets with what scores them. Errors as `load_run_data`. images: opened by `images_of_run`."""
     evaluations = load_evaluations(config, tokenizer, cache, images)
     reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
-    environment = load_environment(config, tokenizer)
+    environment = load_environment(config, tokenizer, images)
     notes = [*_answer_notes(config, reward_parts, None, evaluations, environment)]
     notes += _notes(config, reward_parts, None, evaluations, cache)
     scored = _scored_texts(config, None, evaluations, cache, images)

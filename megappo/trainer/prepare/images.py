@@ -23,11 +23,12 @@ from megappo.trainer.prepare.layouts import model_paths
 
 
 def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> PromptImages | None:
-    """Open the images of all prompts of a run; None if `data.image_key` is not set. trains: False for evaluations alone.
-    ValueError, one line, as `check_images` and `open_images`."""
-    if not isinstance(config.data, DataConfig | PicturedDataConfig) or config.data.image_key is None:
+    """Open the images of all prompts of a run; None if neither they nor an environment have some. trains: False for evaluations
+    alone. ValueError, one line, as `check_images` and `open_images`."""
+    if _key_of_images(config) is None:
         return None
-    data = config.data
+    data, shown = config.data, config.rollout.shown_images if isinstance(config, TrainConfig) else 0
+    assert isinstance(data, DataConfig | PicturedDataConfig)
     if isinstance(config, TrainConfig):
         held_out = [one.data for one in evaluation_sets(config).values()]
     else:
@@ -37,12 +38,24 @@ def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> Pr
     arch = arch_for(model, section_of(config, config.learner).engine)
     check_images(config, {config.learner: arch})
     places = places_of(model, arch)
-    return open_images(sources, config.data.image_key, data.image_root, places, data.max_image_pixels, cache)
+    how = data.image_root, places, data.max_image_pixels, cache
+    images = open_images(sources, data.image_key, *how, are_shown=shown > 0)
+    images.store.pictures.most = shown
+    return images
+
+
+def _key_of_images(config: AnyConfig) -> tuple[str, Any] | None:
+    """Return the key by which a run has images, and its value; None if it has none."""
+    if isinstance(config.data, DataConfig | PicturedDataConfig) and config.data.image_key is not None:
+        return "data.image_key", config.data.image_key
+    if isinstance(config, TrainConfig) and config.rollout.shown_images:
+        return "rollout.environment.images", config.rollout.shown_images
+    return None
 
 
 def image_notes(images: PromptImages | None) -> Iterator[str]:
     """Yield a line on the images of a run, if it has some."""
-    if images is not None:
+    if images is not None and images.key is not None:
         sizes = [images.store.num_tokens(one) for one in range(len(images.store))]
         yield (
             f"data.image_key={images.key}: {len(sizes):,} images of {min(sizes):,} to {max(sizes):,} tokens, "
@@ -53,8 +66,9 @@ def image_notes(images: PromptImages | None) -> Iterator[str]:
 def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
     """ConfigError, one line, for a model without a tower, for towers of other patches, and for keys that do not go with images.
     archs: by role."""
-    if not isinstance(config.data, DataConfig | PicturedDataConfig) or (key := config.data.image_key) is None:
+    if (found := _key_of_images(config)) is None:
         return
+    key, value = found
     if isinstance(config, TrainConfig):
         environment = config.rollout.environment
         compaction = None if environment is None else environment.compaction
@@ -65,14 +79,14 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
         )
         for is_set, what in beside:
             if is_set:
-                raise ConfigError(problem("data.image_key", key, f"images with {what} are not there; remove one of the two"))
+                raise ConfigError(problem(key, value, f"images with {what} are not there; remove one of the two"))
     first = archs[config.learner].vision
     for role, arch in archs.items():
         named, path = model_paths(config)[role]
         if arch.vision is None or first is None:
             towers = dict.fromkeys(family.architecture for family in VISION_FAMILIES.values())
             fix = f"{named} {path} ({arch.architecture}) reads text alone; models with a tower are {', '.join(towers)}"
-            raise ConfigError(problem("data.image_key", key, fix))
+            raise ConfigError(problem(key, value, fix))
         for name in ("patch", "merge", "frames"):
             if (theirs := getattr(arch.vision, name)) != (ours := getattr(first, name)):
                 fix = f"its tower differs from that of {config.learner} ({name} {theirs}, not {ours}): both see the same patches"

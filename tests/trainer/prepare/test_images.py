@@ -7,13 +7,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import yaml
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.data.images import IMAGE_BASE
+from megappo.data.tokenizers import load_tokenizer
 from megappo.models.hf_config import read_arch
+from megappo.rollout.environment import environment_of
+from megappo.rollout.turn import Turn
+from megappo.rollout.types import EnvironmentFault
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import load_run_data
 from tests.models.checkpoints import write_checkpoint
@@ -101,6 +106,15 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
             "images with rollout.environment.compaction.keep_first, which may cut one, are not there",
         ),
         (
+            {
+                "rollout__environment": {"path": "game.py", "function": "step", "images": 1},
+                "policy__model": "text",
+                "critic__model": "text",
+                "data__image_key": None,
+            },
+            "rollout.environment.images = 1: policy.model .*text .Qwen3ForCausalLM. reads text alone",
+        ),
+        (
             {"reward__parts": [{"model": "reward_model"}], "reward_model__model": "judge"},
             "data.image_key = .images.: reward_model.model .*judge .Qwen3ForSequenceClassification. reads text alone",
         ),
@@ -113,6 +127,61 @@ def test_what_cannot_work_is_refused(folder: Path, changes: dict[str, Any], word
     with pytest.raises((ConfigError, ValueError), match=words) as error:
         check_run(config_of(folder, **changes), 4 if "critic__parallel" in changes else 1, "cpu")
     assert "\n" not in str(error.value)
+
+
+def shown_by(folder: Path, returns: str, **changes: Any) -> tuple[list[list[int]], Any]:
+    """Observations of two turns of a sample in an environment that returns this, and the store of the run."""
+    code = (
+        "import io\nfrom PIL import Image\nRED = Image.new('RGB', (64, 32), (200, 0, 0))\nBLUE = RED.point(lambda one: 200 - one)\n"
+    )
+    (folder / "game.py").write_text(f"{code}def step(turn): return {returns}\n")
+    environment = {"path": str(folder / "game.py"), "function": "step", "max_turns": 4, "images": 2}
+    data = load_run_data(config_of(folder, rollout__environment=environment, **changes), read_arch(folder / "qwen3_vl"))
+    assert data.environment is not None and data.images is not None
+    play, memo, prompt = environment_of(data.environment, data.tokenizer), {}, data.train.prompts[0]
+    said = numpy.array([65], numpy.int32)
+    return [list(play(Turn(3, 0, index, said, said, 0, prompt, memo)) or ()) for index in (0, 1)], data.images.store
+
+
+def test_an_environment_shows_images_beside_those_of_the_data_or_alone(folder: Path) -> None:
+    """Two turns of sample 3, where a trajectory shows at most 2: the numbers follow those of the data."""
+    ends = load_tokenizer(folder / "qwen3_vl").encode("ab")
+    for key, known in (("images", 5), (None, 1)):
+        content = "{'role': 'user', 'content': 'a<image>b', 'images': [BLUE if turn.index else RED]}"
+        turns, store = shown_by(folder, content, data__image_key=key)
+        assert len(store) == known and store.num_tokens(known - 1) == 1, "a blank one is the last, for ranks without an image"
+        base = IMAGE_BASE + known + 3 * 2
+        for turn, ids in enumerate(turns):
+            assert [one for one in ids if one >= IMAGE_BASE] == [base + turn] * 2 and [ids[0], ids[-1]] == ends
+        red, blue = (store.pictures[base - IMAGE_BASE + turn] for turn in (0, 1))
+        assert red.patches.reshape(-1, 3, 256)[:, 0].min() == 200 and blue.patches.reshape(-1, 3, 256)[:, 0].max() == 0
+        assert store.content(base - IMAGE_BASE) == red.name != blue.name and store.most_tokens == 64
+        own = store.pictures.end_batch(8)
+        assert list(own) == [base - IMAGE_BASE, base - IMAGE_BASE + 1]
+        assert store.pictures.show(red, 0, 0) == known + 8 * 2, "the next batch of the step has other numbers"
+        store.begin_step()
+        assert store.pictures.show(red, 0, 0) == known and not store.pictures.among([base])
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ("'images': [b'GIF89a']", "cannot identify image file"),
+        ("'images': 'no.png'", "no.png is relative and the data set has no folder; set data.image_root"),
+        ("'images': '/no/such.png'", "image /no/such.png does not exist"),
+        ("'images': 'https://host/a.png'", "is a URL, which is never fetched"),
+        ("'images': [7]", "int is no image; a path, bytes, or a data: URI is needed"),
+        ("'images': [Image.new('RGB', (400, 1))]", "its sides 400 x 1 differ by more than 200 times"),
+        ("'images': [RED, RED, RED]", "images 1 to 3 of a trajectory, more than rollout.environment.images 2"),
+        ("'images': []", "1 <image> for 0 images"),
+    ],
+)
+def test_an_image_that_cannot_be_shown_names_environment_sample_and_reason(folder: Path, shown: str, words: str) -> None:
+    with pytest.raises(EnvironmentFault, match=words) as error:
+        shown_by(folder, "{'role': 'user', 'content': 'a<image>b', " + shown + "}")
+    text = str(error.value)
+    assert "environment game.py: step returned" in text and "turn 0 of sample" in text and "questions.jsonl#0 (sample 3)" in text
+    assert "\n" not in text
 
 
 def test_a_run_of_text_opens_no_images(folder: Path) -> None:
