@@ -52,6 +52,6 @@ class EnvironmentConfig(Section):
     observation_tokens: Positive | None = None
     """Most tokens of an observation, without the chat template's; a longer one loses its end."""
     images: NonNegative = 0
-    """Most images that the environment shows in a trajectory (docs/environments.md#images); 0: it answers in text alone."""
+    """Most images that the environment shows in a trajectory (docs/environments.md); 0: it answers in text alone."""
     compaction: CompactionConfig | None = None
     """New, shorter sequences for a trajectory that grows too long; null: it ends, cut, at `rollout.max_response_tokens`."""
