@@ -239,7 +239,7 @@ class PromptImages:
         marked = sum(text.count(MARKER) for text in texts)
         if marked != len(numbers):
             fix = f"every image has its place at one {MARKER} in the question, or is a part {{type: image}} of it"
-            of_key = f" of data.image_key={self.key}" if name and self.key else ""
+            of_key = f" of data.image_key={self.key or 'null'}" if name else ""
             raise ValueError(f"{name}{marked} {MARKER} for {len(numbers)} images{of_key}: {fix}")
         if marked > MOST_IMAGES:
             raise ValueError(f"{name}{marked} images in a prompt; {MOST_IMAGES} are the most, leave the record out")

@@ -146,9 +146,10 @@ def shown_by(folder: Path, returns: str, **changes: Any) -> tuple[list[list[int]
 def test_an_environment_shows_images_beside_those_of_the_data_or_alone(folder: Path) -> None:
     """Two turns of sample 3, where a trajectory shows at most 2: the numbers follow those of the data."""
     ends = load_tokenizer(folder / "qwen3_vl").encode("ab")
-    for key, known in (("images", 5), (None, 1)):
+    (folder / "plain.jsonl").write_text('{"prompt": "How many?", "answer": "1"}\n' * 4)
+    for data, known in (({}, 5), ({"data__image_key": None, "data__train": str(folder / "plain.jsonl")}, 1)):
         content = "{'role': 'user', 'content': 'a<image>b', 'images': [BLUE if turn.index else RED]}"
-        turns, store = shown_by(folder, content, data__image_key=key)
+        turns, store = shown_by(folder, content, **data)
         assert len(store) == known and store.num_tokens(known - 1) == 1, "a blank one is the last, for ranks without an image"
         base = IMAGE_BASE + known + 3 * 2
         for turn, ids in enumerate(turns):
