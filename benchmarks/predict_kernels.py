@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,11 @@ def instructions(listing: str, source_name: str) -> Iterator[tuple[str, list[int
             yield found[1], chain
 
 
-def count(listing: str, source: str) -> Counter[str]:
+def count(listing: str, source: str) -> dict[str, float]:
     """Opcode -> instructions of a warp for one tile. listing: of one kernel."""
     of_line = weights(source)
     begin = next(i for i, line in enumerate(source.splitlines()) if "advantages_kernel(" in line) + 1
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     # Behind this is what a shuffle does where a warp's lanes came apart.
     for opcode, chain in instructions(listing.partition("WARPSYNC.COLLECTIVE")[0], SOURCE.name):
         # The compiler names no call in the kernel for the merged loops over borders.
@@ -129,7 +129,7 @@ class Scan:
     """The kernel without steps, weights and traces: instructions of a warp for a tile, registers of a thread, bytes of shared
     memory of a block."""
 
-    by_opcode: Counter[str]
+    by_opcode: dict[str, float]
     registers: int
     shared: int
 
@@ -236,7 +236,8 @@ def main() -> int:
         return 2
     print("\n" + "\n".join(gae_table(scan)))
     print(f"\n{scan.per_token:.0f} instructions a token, {scan.registers} registers, {scan.blocks} blocks on an SM")
-    print("of a warp for a tile:", ", ".join(f"{times:.0f} {opcode}" for opcode, times in scan.by_opcode.most_common(16)))
+    often = sorted(((times, opcode) for opcode, times in scan.by_opcode.items()), reverse=True)
+    print("of a warp for a tile:", ", ".join(f"{times:.0f} {opcode}" for times, opcode in often[:16]))
     return 0
 
 

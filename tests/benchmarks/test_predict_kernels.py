@@ -47,5 +47,12 @@ def test_the_page_has_the_prediction_of_gae() -> None:
     scan = compiled_scan()
     assert scan.blocks == 3 and 60 < scan.per_token < 120
     assert 2 * 8 <= scan.by_opcode["DFMA"] < 80, "two fused operations a token and lambda, in two walks, and the scans"
-    found = {line for line in PAGE.splitlines() if line in gae_table(scan)}
-    assert found == set(gae_table(scan))
+    for line in gae_table(scan)[2:]:
+        name = line.split("|")[1]
+        said = next(row for row in PAGE.splitlines() if row.startswith(f"|{name}|"))
+        # Another nvcc may take other instructions.
+        assert _numbers(said, name) == pytest.approx(_numbers(line, name), rel=0.1), line
+
+
+def _numbers(row: str, name: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", row.replace(name, ""))]
