@@ -75,9 +75,10 @@ class Features:
 
 
 class ImageStore:
-    """Images of a run by number, from 0 in the order in which the sources name them. folder: of the cache."""
+    """Images of a run by number, from 0 in the order in which the sources name them. folder: of the cache. most_shown: images that
+    an environment shows in a trajectory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_shown: int = 0) -> None:
         import numpy
 
         self._folder = folder
@@ -86,15 +87,15 @@ class ImageStore:
         # [images, 3] int64: first patch, rows and columns of patches.
         self._index = numpy.load(folder / _INDEX)
         self.features = Features()
-        self.pictures = Pictures(len(self._index))
+        self.pictures = Pictures(len(self._index), most_shown)
 
     def begin_step(self) -> None:
         """Forget what the step before has computed and shown."""
         self.features.clear()
         self.pictures.clear()
 
-    def __reduce__(self) -> tuple[type[ImageStore], tuple[Path]]:
-        return ImageStore, (self._folder,)  # other processes map the files too
+    def __reduce__(self) -> tuple[type[ImageStore], tuple[Path, int]]:
+        return ImageStore, (self._folder, self.pictures.most)  # other processes map the files too
 
     def __len__(self) -> int:
         return len(self._index)
@@ -356,12 +357,12 @@ def open_images(
     max_pixels: int | None,
     cache: Cache,
     *,
-    are_shown: bool = False,
+    most_shown: int = 0,
 ) -> PromptImages:
     """Open the images of these sources, processed at the first call. max_pixels: larger ones are made smaller; None: the
-    processor's own limit. are_shown: an environment shows others too; the store then has a blank one at its end. ValueError, one
-    line, naming record and file: an image that is missing, broken, animated, in CMYK or too narrow; a processor that transformers
-    cannot build or that does not fit the model."""
+    processor's own limit. most_shown: so many others may an environment show in a trajectory; the store then ends with a blank
+    one. ValueError, one line, naming record and file: an image that is missing, broken, animated, in CMYK or too narrow; a
+    processor that transformers cannot build or that does not fit the model."""
     where: dict[str, str] = {}
     found: dict[str, Reference] = {}
     folders: dict[str, Path | None] = {}
@@ -378,11 +379,11 @@ def open_images(
     if not found and key is not None:
         raise ValueError(f"data.image_key={key}: no record names an image; correct the key, or leave it out")
     processor, identity = _processor(places, max_pixels)
-    if are_shown:
+    if most_shown:
         found[_BLANK] = _blank()
     states = [[name, *_state(one)] for name, one in found.items()]
     folder = cache.folder({"images": states, **identity}, partial(_build, list(found.values()), where, processor, places))
-    return PromptImages(key, root, folders, ImageStore(folder), places, most, max_pixels)
+    return PromptImages(key, root, folders, ImageStore(folder, most_shown), places, most, max_pixels)
 
 
 def _of_source(source: Source, key: str, root: str | None) -> Iterator[tuple[list[Reference], str]]:

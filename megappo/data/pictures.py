@@ -33,8 +33,8 @@ class Picture:
 class Pictures:
     """Images of a step by number, from `first`, behind those of the data. most: of a trajectory; 0: no environment shows any."""
 
-    def __init__(self, first: int) -> None:
-        self._first, self.most = first, 0
+    def __init__(self, first: int, most: int) -> None:
+        self._first, self.most = first, most
         self.clear()
 
     def clear(self) -> None:

@@ -39,9 +39,7 @@ def images_of_run(config: AnyConfig, cache: Cache, *, trains: bool = True) -> Pr
     check_images(config, {config.learner: arch})
     places = places_of(model, arch)
     how = data.image_root, places, data.max_image_pixels, cache
-    images = open_images(sources, data.image_key, *how, are_shown=shown > 0)
-    images.store.pictures.most = shown
-    return images
+    return open_images(sources, data.image_key, *how, most_shown=shown)
 
 
 def _key_of_images(config: AnyConfig) -> tuple[str, Any] | None:
