@@ -26,7 +26,7 @@ from megappo.commands.plan.memory import (
 )
 from megappo.commands.plan.reserve import reserve_bytes
 from megappo.commands.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
-from megappo.commands.plan.tower import Shown, shown_by_keys, working_bytes
+from megappo.commands.plan.tower import Shown, shown_by_keys, tower_trains, working_bytes
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
@@ -312,19 +312,10 @@ def feature_bytes(
     for role, count in replicas.items():
         arch, settings = archs[role], section_of(config, role)
         seen = shown or shown_by_keys(config, arch)
-        if seen is not None and arch.vision is not None and not tower_trains(config, role, arch):
+        if seen is not None and arch.vision is not None and not tower_trains(settings, arch):
             of_token = (1 + arch.vision.deepstack) * arch.hidden_size * ITEMSIZE[settings.dtype]
             held += _each(samples, count) * seen.tokens * of_token
     return min(held, FEATURE_BYTES)
-
-
-def tower_trains(config: TrainConfig, role: str, arch: ModelArch) -> bool:
-    """True if a part of the vision tower of a role's model trains; adapters are on its language model alone."""
-    settings = section_of(config, role)
-    if arch.vision is None or role not in trained_sections(config) or not isinstance(settings, TrainableConfig) or settings.lora:
-        return False
-    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
-    return not frozen.issuperset(name for name, _ in arch.vision.tensors)
 
 
 def _token_bytes(num_fields: int) -> int:
@@ -358,7 +349,7 @@ def memory_of_stages(
         numbers = -(-(2 * route_pairs(arch) + route_bytes(config, arch)) // 4) if route_bytes(config, arch) else 0
         work = replace(work, values=(work.values[0] + numbers, work.values[1] + numbers))
     frozen = frozen_of(settings, arch, value_head=work.value_head)
-    kept, found = replace(work, frozen=frozen, tower_trains=tower_trains(config, role, arch)), {}
+    kept, found = replace(work, frozen=frozen, tower_trains=tower_trains(settings, arch)), {}
     for stage in stages:
         count = None
         if settings.engine == "megatron":
@@ -424,7 +415,7 @@ def patches_of(
         (work.micro_batch_tokens, samples_of_pass(config, role, step)),
         (work.forward_tokens or work.micro_batch_tokens, step.samples),
     )
-    together = (_each(samples, layout.dp) if tower_trains(config, role, arch) else 1 for _, samples in passes)
+    together = (_each(samples, layout.dp) if tower_trains(section_of(config, role), arch) else 1 for _, samples in passes)
     training, forward = (min(tokens, count * shown.tokens) for (tokens, _), count in zip(passes, together))
     return training * arch.vision.merge**2, forward * arch.vision.merge**2
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from megappo.config.layout_checks import value_head_of
+from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.images import PromptImages
 from megappo.models.arch import ModelArch, VisionArch
+from megappo.models.freeze import frozen_of
 from megappo.models.vision_families import tower_shape
 
 FP32 = 4
@@ -53,6 +56,14 @@ def shown_in_data(config: TrainConfig, images: PromptImages) -> Shown:
     source = f"at most {images.most} of at most {largest:,} tokens in the data"
     in_data = Shown(min(images.most * largest, config.data.max_prompt_tokens), source)
     return _with_answers(config, in_data, images.store.most_tokens)
+
+
+def tower_trains(settings: RoleConfig, arch: ModelArch) -> bool:
+    """True if a part of the vision tower of a role's model trains; adapters are on its language model alone."""
+    if arch.vision is None or not isinstance(settings, TrainableConfig) or settings.lora:
+        return False
+    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
+    return not frozen.issuperset(name for name, _ in arch.vision.tensors)
 
 
 @cache

@@ -17,8 +17,9 @@ from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.fsdp2 import count_own_unfrozen
 from megappo.commands.plan.memory import FP32, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.commands.plan.timeline import padded_micro_batches
+from megappo.commands.plan.tower import Shown, shown_by_keys, tower_trains
 from megappo.commands.tune.lengths import Lengths, Turns
-from megappo.commands.tune.work import Axis, Links, Pass, span, stage_pass
+from megappo.commands.tune.work import Axis, Links, Pass, span, stage_pass, tower_pass
 from megappo.config.batch import (
     TextArithmetic,
     UpdateSchedule,
@@ -49,6 +50,27 @@ class Shape(NamedTuple):
     response_tokens: float
 
 
+class Pictures(NamedTuple):
+    """Images of a step, which shows other ones in every prompt. tokens: of a prompt's images together, at most."""
+
+    tokens: float
+    prompts: int
+
+    def on_replica(self, samples: float) -> float:
+        """Prompts of which one of `samples` drawn samples is, on average."""
+        return self.prompts * (1 - (1 - 1 / self.prompts) ** samples)
+
+
+def pictures_of(config: TrainConfig, archs: Mapping[str, ModelArch], shown: Shown | None = None) -> Pictures | None:
+    """Return the images of a step; None without, or if an environment shows some. shown: from the data; None: as far as keys
+    say."""
+    if config.rollout.shown_images:
+        return None
+    found = shown or next((one for arch in archs.values() if (one := shown_by_keys(config, arch)) is not None), None)
+    samples = step_arithmetic(config).samples
+    return None if found is None else Pictures(found.tokens, max(1, samples // config.rollout.samples_per_prompt))
+
+
 @dataclass(frozen=True)
 class Workload:
     """Size of a PPO step. Tokens are means of a sequence, or the longest allowed if unknown. Under `rollout.partial_rollout_tokens`
@@ -76,6 +98,7 @@ class Workload:
     """The step is that of a supervised run (`plan/supervised.py`): nothing is generated and no weights are pushed."""
     unpassed: frozenset[str] = frozenset()
     """Roles without a pass before the updates of a step."""
+    pictures: Pictures | None = None
 
     @property
     def length(self) -> float:
@@ -226,6 +249,7 @@ def role_cost(
         trains = {stage: unfrozen(arch, layout, stage, frozen, count, head) for stage, count in counts.items()}
     parts: dict[str, float] = defaultdict(float)
 
+    each, once = _tower_passes(arch, layout, settings, workload, hardware)
     kinds = stage_kinds(arch, layout)
     passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> pass of a stage of each kind
 
@@ -239,6 +263,13 @@ def role_cost(
         if tokens not in passes:
             passes[tokens] = [stage_pass(arch, layout, stage, settings, tokens, workload.attended, hardware) for stage in kinds]
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
+        if each is not None:
+            # The first stage passes the images of its micro-batch, on each of its ranks.
+            first, images = stages[0], sequences / count
+            seeing = Pass({**first.forward, "tower": images * each.forward_s})
+            if trained:
+                seeing = Pass(seeing.forward, {**first.backward, "tower": images * each.backward["tower"]})
+            stages = [seeing, *stages[1:]]
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds
         if is_sharded:
@@ -254,6 +285,7 @@ def role_cost(
     num = one_pass(workload.samples, trained=False)
     weights_s, optimizer_s = _host_trip_s(memory, hardware)
     parts["offload"] += weights_s  # one way: unchanged weights are freed, not copied back
+    parts["tower"] += once
     if role in workload.unpassed:
         parts.clear()
     forward_s = sum(parts.values())
@@ -269,11 +301,27 @@ def role_cost(
     _optimizer(parts, layout, settings, trains, hardware)
     for part in parts:
         parts[part] *= workload.updates(role)
+    if role in workload.unpassed:
+        parts["tower"] += once
     parts["offload"] += 2 * (weights_s + optimizer_s)  # both ways, once for all updates of the step
     update_s = sum(parts.values())
     for part, seconds in before.items():
         parts[part] += seconds
     return RoleCost({"forward": forward_s, "update": update_s}, dict(parts), before, num)
+
+
+def _tower_passes(
+    arch: ModelArch, layout: ParallelLayout, settings: Settings, workload: Workload, hardware: Hardware
+) -> tuple[Pass | None, float]:
+    """Return (pass of the tower for a sample, in each of a role's passes; seconds of those of a step together, with features that
+    are kept): the first for a tower that trains, the second for one that is frozen."""
+    pictures, vision = workload.pictures, arch.vision
+    if pictures is None or vision is None:
+        return None, 0.0
+    one = tower_pass(vision, min(pictures.tokens, workload.prompt_tokens), settings.dtype, hardware)
+    if tower_trains(settings, arch):
+        return one, 0.0
+    return None, pictures.on_replica(workload.samples / layout.dp) * one.forward_s
 
 
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:

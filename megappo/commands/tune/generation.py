@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from megappo.commands.plan.estimate import sequences_of_replica
 from megappo.commands.plan.memory import ParameterCount, RolloutMemory
+from megappo.commands.plan.tower import tower_trains
 from megappo.commands.tune.cost import Workload, role_cost
 from megappo.commands.tune.decoding import Decoder, Limit, decoding
 from megappo.commands.tune.lengths import Lengths
-from megappo.commands.tune.work import Links, Span, ranks_together
+from megappo.commands.tune.work import Links, Span, ranks_together, tower_pass
 from megappo.config.evaluations import evaluation_sets
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.config.role_sections import PolicyConfig
@@ -97,6 +98,8 @@ def vllm_cost(
     limits = decoding(order, places, workload.prompt_tokens, decoder, shared, workload.turns)
     waves = -(-samples // at_once)
     prefill = decoder.prefill_s(prompts, samples, workload.prompt_tokens)
+    if (pictures := workload.pictures) is not None and arch.vision is not None:  # of a prompt once, cut over tp
+        prefill += prompts * tower_pass(arch.vision, min(pictures.tokens, workload.prompt_tokens), dtype, hardware).forward_s / tp
     context = workload.prompt_tokens + workload.response_tokens / 2  # mean over the tokens of a response
     # Under rollout.max_staleness requests of later steps fill the places that this one leaves.
     filled = min(most, samples * (1 + (rollout.max_staleness or 0)))
@@ -136,7 +139,14 @@ def evaluations_s(
         lengths = None if workload.lengths is None else workload.lengths.cut(limit)
         drawn = min(limit, response if lengths is None else lengths.mean)
         work = Workload(
-            one.prompts * one.n, workload.schedules, prompt, drawn, decoded=drawn, lengths=lengths, turns=workload.turns
+            one.prompts * one.n,
+            workload.schedules,
+            prompt,
+            drawn,
+            decoded=drawn,
+            lengths=lengths,
+            turns=workload.turns,
+            pictures=workload.pictures,
         )
         rollout = config.rollout.model_copy(update={"samples_per_prompt": one.n, "max_staleness": None})
         total += cost_of(rollout, work).total_s / (one.every or 1)
@@ -217,6 +227,8 @@ def megatron_s(
     """Seconds of generation by the policy's own model. It has no KV cache: every token is a pass over the whole prefix."""
     # The mean prefix has half of the response.
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
+    if not tower_trains(policy, arch):  # whose features are kept: the log-probs count them
+        prefix = replace(prefix, pictures=None)
     one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # weights stay on the device
     return workload.decoded_tokens * one
 

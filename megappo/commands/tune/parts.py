@@ -14,7 +14,7 @@ from megappo.config.schema import TrainConfig
 
 # Cause of seconds in a role's phase -> what limits it.
 LIMITS = {
-    **dict.fromkeys(("matmul", "attention", "head"), "compute"),
+    **dict.fromkeys(("matmul", "attention", "head", "tower"), "compute"),
     **dict.fromkeys(("memory", "optimizer"), "memory"),
     **dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), "links"),
     **dict.fromkeys(("host", "offload"), "host"),
@@ -63,7 +63,7 @@ def parts_of(choice: Choice) -> list[Part]:
     end += choice.rollout.evaluate_s or 0.0
     found.append(_part("the rest", "", choice.rest_s, {"host": choice.rest_s})._replace(begin=end))
     unknown = [Part(name, stage, None) for name, stage in _unknown(config, choice.knows_turns)]
-    if config.data.image_key is not None or config.rollout.shown_images:
+    if config.rollout.shown_images:  # how many an environment shows is not known
         seeing = [part for part in found if part.name == "generate" or part.role is not None]
         unknown += [Part(f"vision tower, {part.name}", part.timing, None) for part in seeing]
     return [*(part for part in found if part.seconds is None or part.seconds > 0), *unknown]

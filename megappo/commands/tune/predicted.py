@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megappo.commands.plan.run import PlannedRun
 from megappo.commands.tune.candidates import Machine
-from megappo.commands.tune.cost import workload_of
+from megappo.commands.tune.cost import pictures_of, workload_of
 from megappo.commands.tune.lengths import SPREAD, Lengths
 from megappo.commands.tune.parts import by_stage, parts_of
 from megappo.commands.tune.search import Search
@@ -50,6 +51,8 @@ def prediction(planned: PlannedRun, hardware: Hardware) -> dict[str, Any]:
         prompt = sum(len(one.tokens) for one in planned.data.train.prompts) / len(planned.data.train)
     longest, machine = float(config.rollout.max_response_tokens), Machine(plan.world_size, hardware)
     works = [workload_of(config, prompt, share * longest, Lengths(share * longest, longest, SPREAD)) for share in SHARES]
+    pictures = pictures_of(config, plan.archs, plan.shown)
+    works = [replace(work, pictures=pictures) for work in works]
     search = Search(config, plan.archs, machine, works[0], ())
     choices = [search.with_work(work).as_written() for work in works]
     every = [by_stage(parts_of(one)) for one in choices]

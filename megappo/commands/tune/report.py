@@ -8,7 +8,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
-from megappo.commands.tune.cost import Workload
+from megappo.commands.tune.cost import Pictures, Workload
 from megappo.commands.tune.generation import simulated
 from megappo.commands.tune.parts import parts_of
 from megappo.commands.tune.search import Search
@@ -19,7 +19,7 @@ from megappo.telemetry.tables import GIB, figures, table_of
 
 NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
 MOST_REASONS = 3
-ARITHMETIC = ("matmul", "head", "attention")
+ARITHMETIC = ("matmul", "head", "attention", "tower")
 LEFT = ("layout", "recompute", "why", "limited by", "at work")  # columns of text
 
 
@@ -43,6 +43,7 @@ def assumptions(workload: Workload, machine: Machine) -> list[str]:
         *_calibration(hardware.calibration),
         f"a step: {workload.samples:,} samples of {_lengths(workload)} tokens, " + _updates(workload),
         *([_windows(workload)] if workload.windows > 1 else []),
+        *([_pictures(workload.pictures)] if workload.pictures is not None else []),
     ]
 
 
@@ -62,6 +63,12 @@ def _windows(workload: Workload) -> str:
     return (
         f"a response takes {workload.windows} steps: what earlier ones drew counts as its prompt, and critics learn from the "
         f"{1 / workload.windows:.0%} of responses that end, {workload.whole[0]:,.0f} + {workload.whole[1]:,.0f} tokens each"
+    )
+
+
+def _pictures(pictures: Pictures) -> str:
+    return (
+        f"images: {pictures.tokens:,.0f} tokens in each of {pictures.prompts:,} prompts; a frozen tower computes them once a step"
     )
 
 

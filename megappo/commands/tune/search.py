@@ -38,7 +38,7 @@ from megappo.commands.tune.candidates import (
     combinations,
     pareto,
 )
-from megappo.commands.tune.cost import RoleCost, Settings, Workload, chunks_of_stages, role_cost, stage_of
+from megappo.commands.tune.cost import RoleCost, Settings, Workload, chunks_of_stages, pictures_of, role_cost, stage_of
 from megappo.commands.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.commands.tune.generation import GenerationCost, evaluated, evaluations_s, megatron_s, push_s, vllm_cost
 from megappo.commands.tune.work import ranks_together
@@ -72,6 +72,8 @@ class Search:
         tuned: Sequence[str],
         placing: Sequence[str] = (),
     ) -> None:
+        if workload.pictures is None:
+            workload = replace(workload, pictures=pictures_of(config, archs))
         self.config, self.archs, self.machine, self.workload, self.tuned = config, archs, machine, workload, tuned
         self.placing = placing
         self.placements = {name: placement_of(ranks, machine.world_size) for name, ranks in placements_in_use(config).items()}

@@ -19,9 +19,10 @@ from megappo.commands.plan.activations import ITEMSIZE, layer_elements_per_token
 from megappo.commands.plan.memory import FP32
 from megappo.config.layout_checks import value_head_of
 from megappo.config.role_sections import LoraConfig, RoleConfig
-from megappo.models.arch import Kind, ModelArch
-from megappo.models.flops import BACKWARD, MULTIPLY_ADD, attention_matrices, attention_products
+from megappo.models.arch import Kind, ModelArch, VisionArch
+from megappo.models.flops import BACKWARD, MULTIPLY_ADD, attention_matrices, attention_products, tower_flops
 from megappo.models.lora import adapted_modules, products_per_token, tensors_to_adapt
+from megappo.models.vision_families import tower_shape
 from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.telemetry.hardware import Dtype, Hardware
 
@@ -120,7 +121,7 @@ class Links:
         return size / rate + (self.network_latency_s if group.crosses_nodes else self.node_latency_s)
 
 
-Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
+Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp", "tower"]
 _WITH_WEIGHTS: tuple[Part, ...] = ("matmul", "head")
 FEW_ROWS = 260  # half of the rate of a product that adds up over so many (aiconfigurator, h100_sxm and a100_sxm, gemm of vLLM)
 TILE_ROWS, TILE_COLUMNS = 128, 256  # tile of the output that one multiprocessor computes at a time
@@ -239,6 +240,17 @@ def stage_pass(
     for part in again & set(whole.forward):
         backward[part] = backward.get(part, 0.0) + whole.forward[part]
     return Pass(whole.forward, backward)
+
+
+def tower_pass(vision: VisionArch, tokens: float, dtype: Dtype, hardware: Hardware) -> Pass:
+    """Predict the seconds of a vision tower on an image, taken as a square, of so many tokens. No rank cuts it, and nothing of it
+    is recomputed; elementwise kernels are left out. The product with the pixels has no gradient of its input."""
+    rows = max(1, math.isqrt(round(tokens)))
+    grid = rows * vision.merge, math.ceil(tokens / rows) * vision.merge
+    flops, part = tower_flops(vision, grid), tokens * vision.merge**2 / (grid[0] * grid[1])
+    rate, launches = hardware.flops_per_s(dtype), tower_shape(vision).depth * hardware.layer_overhead_us * 1e-6
+    backward = BACKWARD * flops.total - flops.embedding
+    return Pass({"tower": part * flops.total / rate + launches}, {"tower": part * backward / rate + BACKWARD * launches})
 
 
 class _Kind(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 from megappo.commands.plan.estimate import Plan
 from megappo.commands.runs.read import read_rows
 from megappo.commands.tune.candidates import Choice, Machine
-from megappo.commands.tune.cost import workload_of
+from megappo.commands.tune.cost import pictures_of, workload_of
 from megappo.commands.tune.parts import by_stage, parts_of
 from megappo.commands.tune.report import assumptions, overlap_lines, step_lines
 from megappo.commands.tune.search import Search
@@ -78,7 +78,8 @@ def lines_of_plan(plan: Plan, hardware: Hardware, unpassed: frozenset[str]) -> l
     if not plan.samples and not plan.is_supervised:
         return ["unknown: the model of a step has a policy that samples, or examples"]
     machine = Machine(plan.world_size, hardware)
-    workload = replace(workload_of(plan.config), given=plan.is_supervised, unpassed=unpassed)
+    pictures = pictures_of(plan.config, plan.archs, plan.shown)
+    workload = replace(workload_of(plan.config), given=plan.is_supervised, unpassed=unpassed, pictures=pictures)
     choice = Search(plan.config, plan.archs, machine, workload, ()).as_written()
     said = (
         f"{part.name} {figures(part.seconds)}{f' ({part.limit})' if part.limit else ''}"

@@ -7,28 +7,41 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import probe
 from benchmarks.probe import link_gb_s
 from megappo.commands.plan.memory import RolloutMemory, count_parameters
 from megappo.commands.plan.timeline import timeline
 from megappo.commands.tune.candidates import Machine
-from megappo.commands.tune.cost import Workload, exchange_s, pipeline_parts, role_cost, stage_kinds, workload_of
+from megappo.commands.tune.cost import (
+    Pictures,
+    Workload,
+    exchange_s,
+    pictures_of,
+    pipeline_parts,
+    role_cost,
+    stage_kinds,
+    workload_of,
+)
 from megappo.commands.tune.generation import Decoder, push_s, vllm_cost
 from megappo.commands.tune.lengths import Lengths
 from megappo.commands.tune.measure import phases_of
 from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
-from megappo.commands.tune.work import Links, Pass, Span, layer_products, span, stage_pass
+from megappo.commands.tune.work import Links, Pass, Span, layer_products, span, stage_pass, tower_pass
 from megappo.config.batch import TextArithmetic, UpdateSchedule
 from megappo.config.loading import validated
 from megappo.config.role_sections import CriticConfig, PolicyConfig, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
+from megappo.models.vision import tower_of
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import load_hardware
+from tests.models.vision_cases import vision_arch
 
 ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000, 8192, False, 1e-6, Rope())
 SPARSE = replace(ARCH, family="qwen3_moe", architecture="Qwen3MoeForCausalLM", moe=MoeArch(16, 2, 1024, True))
@@ -372,3 +385,52 @@ def test_a_stage_without_the_head_is_cheaper():
     first, last = (stage_pass(ARCH, layout, stage, policy, 4096.0, 1024.0, H100) for stage in (0, 1))
     critic = stage_pass(ARCH, layout, 1, CriticConfig(), 4096.0, 1024.0, H100)
     assert first.total_s < last.total_s and critic.total_s == pytest.approx(first.total_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------- images
+
+SEEING = vision_arch("qwen3_vl", depth=4, hidden_size=64, intermediate_size=128, num_heads=4)
+PICTURES = replace(WORK, pictures=Pictures(tokens=64, prompts=64))
+
+
+def of_tower(layout=ParallelLayout(8, tp=2), arch=SEEING, **settings):
+    """Seconds that images add to (log-probs, updates) of a policy, with kernels that take no time to start."""
+    hardware = replace(H100, layer_overhead_us=1e-9)
+    seen, plain = (cost(layout, arch, work=work, hardware=hardware, **settings) for work in (PICTURES, WORK))
+    return tuple(seen.phases[phase] - plain.phases[phase] for phase in ("forward", "update"))
+
+
+def test_the_time_of_a_tower_is_its_operations_by_the_rate_of_products():
+    """As torch counts those of the tower on an image of 64 features; a pass back has no gradient of the pixels."""
+    vision = SEEING.vision
+    assert vision is not None
+    tower, side = tower_of(vision, torch.float32), 8 * vision.merge
+    tower.config._attn_implementation = "eager"  # type: ignore[union-attr] # torch counts products, and not the CPU's kernel
+    pixels = torch.randn(side**2, 3 * vision.frames * vision.patch**2)
+    with (counter := FlopCounterMode(display=False)):
+        out = tower(pixels, grid_thw=torch.tensor([[1, side, side]]), return_dict=True)
+        forward = counter.get_total_flops()
+        sum(one.sum() for one in (out.pooler_output, *out.deepstack_features)).backward()
+    one, rate = tower_pass(vision, 64, "bf16", replace(H100, layer_overhead_us=1e-9)), H100.flops_per_s("bf16")
+    assert one.forward_s == pytest.approx(forward / rate)
+    assert one.total_s == pytest.approx(counter.get_total_flops() / rate)
+    trained = of_tower()
+    assert trained == pytest.approx((64 * one.forward_s, 64 * one.total_s))  # of all samples of a replica, whatever tp is
+    assert of_tower(ParallelLayout(8, tp=4)) == pytest.approx((128 * one.forward_s, 128 * one.total_s))
+
+
+def test_a_frozen_tower_takes_its_images_once_a_step():
+    trained, frozen = of_tower(), of_tower(freeze=["visual"])
+    assert frozen[1] == pytest.approx(0) and 0 < frozen[0] < trained[0]
+    assert frozen[0] == pytest.approx(trained[0] * (1 - (1 - 1 / 64) ** 64))  # prompts of which a replica has a sample
+    assert of_tower(lora={"rank": 8, "targets": ["q_proj"]})[1] == pytest.approx(0)
+    assert of_tower(arch=ARCH) == (0, 0), "negative control: a model of text"
+
+
+def test_a_search_counts_images_as_far_as_keys_say():
+    keys = {"data": {"train": "none", "image_key": "images", "max_image_pixels": 64 * 32**2, "max_prompt_tokens": 200}}
+    config = validated({"policy": {"model": "none"}} | keys, TrainConfig)
+    assert SEEING.vision is not None and SEEING.vision.patch * SEEING.vision.merge == 32
+    found = pictures_of(config, {"policy": SEEING})
+    assert found == (64, config.data.prompts_per_step)
+    assert pictures_of(config, {"policy": ARCH}) is None

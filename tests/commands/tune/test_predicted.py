@@ -80,17 +80,6 @@ def test_a_prediction_that_fails_ends_no_run(planned, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("note: no prediction of the step's time: KeyError") and not list(tmp_path.iterdir())
 
 
-def test_the_time_of_towers_is_unknown(planned):
-    config = planned.plan.config
-    seeing = config.model_copy(update={"data": config.data.model_copy(update={"image_key": "images"})})
-    found = {}
-    for name, one in (("text", config), ("images", seeing)):
-        parts = parts_of(Search(one, planned.plan.archs, Machine(16, H100), workload_of(one), ()).as_written())
-        found[name] = {part.name for part in parts if part.seconds is None}
-    passes = ("generate", "log-probs", "values", "reference log-probs", "critic update", "policy update")
-    assert found == {"text": {"reward (url)"}, "images": {"reward (url)", *(f"vision tower, {name}" for name in passes)}}
-
-
 def test_an_environment_is_known_from_a_run(planned, tmp_path):
     mask = [1, 1, 0, 0, 0, 1, 0, 1]  # three turns of 4 tokens, and 4 tokens of observations
     lists = ("logprob", "rollout_logprob", "ref_logprob", "entropy", "value", "reward", "advantage", "returns")
