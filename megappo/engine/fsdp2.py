@@ -110,8 +110,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         if self.value_head:
             head = plain_piece_map({VALUE_HEAD: self._model.shapes[VALUE_HEAD]}, {VALUE_HEAD: Cut(None)}, self.groups.layout)
             beside = PieceMap.of({position: [*held, *head[position]] for position, held in beside.items()})
-        stacked = self.arch.moe is not None and self.arch.moe.stacked
-        return AdapterTensors(adapters.lora, self._model.shards, beside, stacked)
+        return AdapterTensors(adapters.lora, self._model.shards, beside, self.arch)
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 

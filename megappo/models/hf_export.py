@@ -163,10 +163,7 @@ def export_pieces(
     on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
     on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, model), groups)
     if adapter is not None:
-        beside: dict[str, Any] = {"beside_tower": model.arch.vision is not None}
-        on_all_ranks(
-            lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir), tokenizer, **beside), groups
-        )
+        on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir), tokenizer), groups)
 
     def finish() -> None:
         files = {_written_name(name, model.arch): shard.file for shard in shards for name in shard.names}

@@ -249,8 +249,7 @@ class ModelAdapters:
             head = Piece(VALUE_HEAD, Box(0, rows, 0, columns), LOCAL_VALUE_HEAD, 0, 0)
             by_rank[layout.rank_of(pp=layout.pp - 1)].append(head)
         parameters = {name: parameter.detach() for name, parameter in named_parameters(self._chunks).items()}
-        stacked = self._arch.moe is not None and self._arch.moe.stacked
-        return AdapterTensors(self.lora, parameters, PieceMap.of(by_rank), stacked)
+        return AdapterTensors(self.lora, parameters, PieceMap.of(by_rank), self._arch)
 
 
 def _attach(parallel_linear: torch.nn.Module, adapters: LinearAdapters, seed: int) -> None:

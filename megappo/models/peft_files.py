@@ -16,10 +16,11 @@ from torch import Tensor
 from megappo.config.role_sections import LoraConfig
 from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer
+from megappo.models.arch import ModelArch
 from megappo.models.gather import Gather
-from megappo.models.lora import ADAPTER_A, adapted_of, expert_of
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_of, expert_of, of_expert
 from megappo.models.pieces import PieceMap, sizes_of
-from megappo.models.vision_families import checkpoint_name
+from megappo.models.vision_families import VISION_FAMILIES, checkpoint_name
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
 
@@ -32,13 +33,23 @@ _GATE_UP, _FUSED, _LAST = ("gate_proj", "up_proj"), "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """Adapters of a model, and a value head, for an export. parameters: of this rank. pieces: of every position. stacked: one
-    tensor of the model holds a matrix of all experts of a layer (`MoeArch.stacked`)."""
+    """Adapters of a model, and a value head, for an export. parameters: of this rank. pieces: of every position."""
 
     lora: LoraConfig
     parameters: Mapping[str, Tensor]
     pieces: PieceMap
-    stacked: bool
+    arch: ModelArch
+
+    @property
+    def fused(self) -> bool:
+        """True if checkpoint and transformers' class hold gate and up of all experts of a layer in one tensor; PEFT knows no
+        adapters of each."""
+        return self.arch.vision is not None and VISION_FAMILIES[self.arch.architecture].stacked
+
+    @property
+    def stacked(self) -> bool:
+        """True if one tensor of the checkpoint holds a matrix of all experts of a layer."""
+        return self.fused or (self.arch.moe is not None and self.arch.moe.stacked)
 
 
 def write_adapter(
@@ -47,18 +58,18 @@ def write_adapter(
     folder: Path,
     source: Path,
     tokenizer: Tokenizer | None,
-    *,
-    beside_tower: bool = False,
 ) -> None:
     """Write the two files, and the tokenizer if any, to `folder`, which must not exist, on the role's first rank. Collective over
-    the role. source: directory of the base model, which the configuration names. beside_tower: the adapted model is the language
-    model of a vision-language one."""
+    the role. source: directory of the base model, which the configuration names."""
+    beside_tower = adapter.arch.vision is not None
     shapes = sizes_of(adapter.pieces)
     gather = Gather(adapter.parameters, adapter.pieces, shapes, groups, root=0)
     found = {_PREFIX + (checkpoint_name(name) if beside_tower else name): gather(name, torch.float32) for name in shapes}
     if groups.position != 0:
         return
     tensors = {name: whole for name, whole in found.items() if whole is not None}
+    if adapter.fused:
+        tensors = _gate_beside_up(tensors)
     if adapter.stacked:
         tensors = _in_stacks(tensors)
     if VALUE_HEAD in shapes:
@@ -66,8 +77,8 @@ def write_adapter(
     folder.mkdir()
     if tokenizer is not None:  # the base model's may be another
         tokenizer.save(folder)
-    config = adapter_config(adapter.lora, list(shapes), source, stacked=adapter.stacked)
-    if beside_tower:  # whose layers have names of the same endings
+    config = adapter_config(adapter.lora, list(shapes), source, stacked=adapter.stacked, fused=adapter.fused)
+    if beside_tower and config["target_modules"]:  # whose layers have names of the same endings
         endings = "|".join(map(re.escape, config["target_modules"]))
         config["target_modules"] = rf".*\.language_model\.layers\..*\.({endings})"
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
@@ -92,8 +103,31 @@ def _in_stacks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path, *, stacked: bool = False) -> dict[str, Any]:
-    """Make adapter_config.json of tensors with these names. stacked: see `AdapterTensors`."""
+def _gate_beside_up(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the adapters of gate and up of every expert to one of both, side by side: A below A, and B beside B in blocks."""
+    found, pairs = dict[str, Tensor](), dict[tuple[str, int], dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        place = expert_of(name)
+        module = "" if place is None else _kind(place[0].removesuffix(ADAPTER_A).removesuffix(ADAPTER_B))
+        if place is None or module not in _GATE_UP:
+            found[name] = tensor
+        else:
+            stack, number = place
+            pairs.setdefault((stack.replace(f".{module}.", f".{_FUSED}."), number), {})[module] = tensor
+    for (stack, number), parts in pairs.items():
+        if stack.endswith(ADAPTER_A):
+            joined = torch.cat([parts[kind] for kind in _GATE_UP if kind in parts])
+        else:
+            rows = next(iter(parts.values())).size(0)
+            joined = torch.block_diag(*(parts.get(kind, torch.zeros(rows, 0)) for kind in _GATE_UP))
+        found[of_expert(stack, number)] = joined
+    return found
+
+
+def adapter_config(
+    lora: LoraConfig, names: Sequence[str], source: Path, *, stacked: bool = False, fused: bool = False
+) -> dict[str, Any]:
+    """Make adapter_config.json of tensors with these names. stacked, fused: see `AdapterTensors`."""
     modules = adapted_of(names)
     value_head, of_experts = VALUE_HEAD in names, {_kind(module) for module in modules if expert_of(module)}
     targets = sorted(set(map(_kind, modules))) if isinstance(lora.targets, str) else list(lora.targets)
@@ -120,7 +154,7 @@ def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path, *, stac
     of_stacks = sorted({_FUSED if kind in _GATE_UP else kind for kind in of_experts})
     config["target_modules"] = [name for name in targets if _kind(name) not in of_experts]
     config["target_parameters"] = [f"experts.{kind}" for kind in of_stacks] + [f"{name}.weight" for name in sorted(beside)]
-    if not stacked:  # PEFT joins the adapters of gate and up
+    if not stacked or (fused and of_experts.issuperset(_GATE_UP)):  # the adapters of gate and up are joined, here by PEFT itself
         joined = rf".*\.{_FUSED}"
         config |= {"rank_pattern": {joined: 2 * lora.rank}, "alpha_pattern": {joined: 2 * lora.alpha}}
     return config

@@ -17,27 +17,7 @@ QWEN_05B, QWEN_15B = facts_of("Qwen2.5-0.5B-Instruct"), facts_of("Qwen2.5-1.5B-I
 DEEPSEEK_7B, LLAMA_1B = facts_of("deepseek-llm-7b-chat"), facts_of("Llama-3.2-1B-Instruct")
 MINISTRAL_3B = facts_of("Ministral-3-3B-Instruct-2512")
 
-
-def _vision_with_experts() -> dict[str, Any]:
-    """Qwen3-VL-30B-A3B-Instruct: the layers of Qwen3-30B-A3B under the tower of Qwen3-VL-8B."""
-    whole, sizes = facts_of("Qwen3-VL-8B-Instruct"), facts_of("Qwen3-30B-A3B")
-    text = whole["text_config"]
-    more = (
-        "moe_intermediate_size",
-        "num_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    )
-    text |= {key: sizes[key] for key in (*text, *more) if key in sizes and not key.startswith(("rope", "max", "model_type"))}
-    text["model_type"], whole["model_type"] = "qwen3_vl_moe_text", "qwen3_vl_moe"
-    whole["vision_config"] |= {"model_type": "qwen3_vl_moe", "out_hidden_size": text["hidden_size"]}
-    return whole | {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False}
-
-
-# By its page of 31,070,754,032 parameters.
-VISION_30B_A3B = _vision_with_experts()
+VISION_30B_A3B = facts_of("Qwen3-VL-30B-A3B-Instruct")
 
 # recipe -> (config.json, parameters, steps of a full run on the 7,473 training prompts of GSM8K). The totals of all but the last
 # are those that the models' pages state; Ministral's counts its language model, by hand: embedding 131,072 x 3,072, 26 layers of

@@ -15,8 +15,8 @@ from tests.trainer.public_models import CONVERTED, PUBLIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GATES = sorted((CONFIGS / "gates").glob("*.yaml"))
-IMAGES = "ppo_images"
-"""A recipe whose data are no problems of GSM8K: its gates name what the others' do, which their runs log (test_recipes.py)."""
+IMAGES = ("ppo_images", "ppo_images_moe")
+"""Recipes whose data are no problems of GSM8K: their gates name what the others' do, which their runs log (test_recipes.py)."""
 
 
 def recipe_path(name: str) -> Path:
@@ -45,7 +45,7 @@ def plan(capsys, name, folder, prompts, *arguments):
 
 def test_every_recipe_has_public_dimensions_to_be_held_against():
     assert {path.stem for path in CONFIGS.glob("gsm8k_*.yaml")} == set(PUBLIC) | CONVERTED
-    assert GATES and {path.stem for path in GATES} <= set(PUBLIC) | {IMAGES}
+    assert GATES and {path.stem for path in GATES} <= set(PUBLIC) | {*IMAGES}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -94,7 +94,8 @@ def test_gates_ask_for_steps_that_their_recipe_reaches(path):
 
 def test_gates_of_images_name_what_other_runs_log():
     metrics = {path.stem: {gate.metric for gate in read_gates(path)} for path in GATES}
-    assert metrics.pop(IMAGES) <= set().union(*metrics.values())
+    of_images = [metrics.pop(name) for name in IMAGES]
+    assert set().union(*of_images) <= set().union(*metrics.values())
 
 
 def test_twins_differ_in_their_engines_alone():

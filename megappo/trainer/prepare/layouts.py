@@ -235,7 +235,7 @@ def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout:
         of = "adapters leave the corrections of a model" if section.lora else f"this {arch.family} model has no corrections"
         raise ConfigError(problem(f"{key}.router_bias_rate", section.router_bias_rate, f"has no effect: {of}; remove it"))
     if section.lora is not None:
-        from megappo.models.lora import adapted_modules, expert_of, tensors_to_adapt  # imports torch
+        from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
 
         if section.in_8_bits and (arch.own or arch.moe is not None or arch.delta is not None):
@@ -246,9 +246,6 @@ def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout:
             modules = adapted_modules(tensors_to_adapt(arch), section.lora.targets)
             if not arch.own:  # whose engine has no pipeline
                 check_stages(arch, layout, modules)
-            if arch.vision is not None and any(map(expert_of, modules)):
-                others = "q_proj, k_proj, v_proj, o_proj"
-                raise ValueError(f"PEFT reads no adapters of the experts of {arch.architecture}; name others: {others}")
     if section.freeze:
         head = value_head_of(section) is not None
         with about(f"{key}.freeze", list(section.freeze)):

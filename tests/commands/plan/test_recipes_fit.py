@@ -144,6 +144,11 @@ def test_images_fit_with_the_towers_of_every_model_in_the_head(offline, capsys):
         out = capsys.readouterr().out
         assert "WARNING" not in out and f"  policy     qwen{model_of(words)[4]}" in out and f" {stated[model_of(words)]} " in out
         assert "one image of data.max_image_pixels" in out and "8,192 patches" not in out
+    experts = "recipes/ppo_images_moe.yaml"
+    assert commands_of("ppo_images_moe") == [[experts]]
+    assert cli.main(["plan", experts, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    out = capsys.readouterr().out
+    assert "WARNING" not in out and "one image of data.max_image_pixels" in out and "features of frozen towers" in out
     trained = ["policy.freeze=[]", "critic.freeze=[]"]
     assert cli.main(["plan", *commands[0], *trained, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
     assert "WARNING" in capsys.readouterr().out, "negative control: the activations of towers that train are counted"
