@@ -88,14 +88,14 @@ def write_model(directory: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def write_tokenizer(directory: Path, chat_template: str | None = None) -> None:
-    """Save a tokenizer of bytes, with SPECIALS behind them."""
+def write_tokenizer(directory: Path, chat_template: str | None = None, specials: tuple[str, ...] = SPECIALS) -> None:
+    """Save a tokenizer of bytes, with `specials` behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: number for number, piece in enumerate((*alphabet, *SPECIALS))}
+    vocabulary = {piece: number for number, piece in enumerate((*alphabet, *specials))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_special_tokens(list(specials))
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **ends).save_pretrained(directory)
 

@@ -48,7 +48,7 @@ _BLANK = "blank"
 @dataclass(frozen=True)
 class Places:
     """What a model's checkpoint says of images in a prompt. processor: directory of preprocessor_config.json. text: of an image in
-    a prompt, with `token` once, where its features come."""
+    a prompt, with `token` once, where its features come. tile: as in `VisionArch`."""
 
     processor: Path
     text: str
@@ -56,6 +56,7 @@ class Places:
     patch: int
     merge: int
     frames: int
+    tile: int = 0
 
 
 class Features:
@@ -419,14 +420,25 @@ def _processor(places: Places, max_pixels: int | None) -> tuple[Any, dict[str, A
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise ValueError(f"transformers cannot build the image processor of {file}: {first_line(error)}") from error
-    for name, mine, theirs in (
-        ("patch_size", processor.patch_size, places.patch),
-        ("merge_size", processor.merge_size, places.merge),
-        ("temporal_patch_size", processor.temporal_patch_size, places.frames),
-    ):
+    if places.tile:
+        sizes = {"size.height": (processor.size["height"], places.tile), "size.width": (processor.size["width"], places.tile)}
+    else:
+        sizes = {
+            "patch_size": (processor.patch_size, places.patch),
+            "merge_size": (processor.merge_size, places.merge),
+            "temporal_patch_size": (processor.temporal_patch_size, places.frames),
+        }
+    for name, (mine, theirs) in sizes.items():
         if mine != theirs:
             raise ValueError(f"{file}: {name} {mine} is not the {theirs} of config.json; take both from one checkpoint")
-    if max_pixels is not None:
+    if places.tile:
+        processor.crop_to_patches = True  # as the processor of text and images has it, whatever the file says
+        if max_pixels is not None:
+            least = processor.min_patches * places.tile**2
+            if max_pixels < least:
+                raise ValueError(f"data.max_image_pixels {max_pixels} is less than the {least} of {file}; raise it")
+            processor.max_patches = min(processor.max_patches, max_pixels // places.tile**2)
+    elif max_pixels is not None:
         least = processor.size["shortest_edge"]  # in pixels of the whole image, as longest_edge
         if max_pixels < least:
             raise ValueError(f"data.max_image_pixels {max_pixels} is less than the {least} of {file}; raise it")
@@ -450,7 +462,7 @@ def _build(references: Sequence[Reference], where: Mapping[str, str], processor:
     mean, std = list(processor.image_mean), list(processor.image_std)
     meta = {"width": 3 * places.patch**2, "merge": places.merge, "frames": places.frames, "mean": mean, "std": std}
     if references[-1].name == _BLANK:
-        meta["most_tokens"] = processor.size["longest_edge"] // (places.patch * places.merge) ** 2
+        meta["most_tokens"] = _most_tokens(processor, places)
     meta["sha256"] = digest({"pixels": content.hexdigest(), "mean": mean, "std": std})
     _write_index(folder, index, meta | {"numbers": {one.name: number for number, one in enumerate(references)}})
 
@@ -487,9 +499,28 @@ def _patches(processor: Any, places: Places, content: bytes) -> tuple[NDArray[nu
     import numpy
 
     out = processor(images=[_decoded(content)], do_rescale=False, do_normalize=False, return_tensors="np")
+    if places.tile:
+        return _tiled(numpy.asarray(out["pixel_values"]), places)
     _, rows, cols = out["image_grid_thw"][0].tolist()
     pixels = numpy.asarray(out["pixel_values"]).reshape(rows * cols, 3, places.frames, -1)[:, :, 0]
     return numpy.clip(numpy.rint(pixels), 0, 255).astype(numpy.uint8).reshape(rows * cols, -1), (rows, cols)
+
+
+def _most_tokens(processor: Any, places: Places) -> int:
+    if not places.tile:
+        return processor.size["longest_edge"] // (places.patch * places.merge) ** 2
+    return (processor.max_patches + 1) * (places.tile // places.patch // places.merge) ** 2
+
+
+def _tiled(tiles: NDArray[Any], places: Places) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
+    """Return the patches of tiles [tiles, 3, side, side], one below the other, in the order of other processors: those of a feature
+    follow each other, and each has its channels apart."""
+    import numpy
+
+    side, merge, patch = places.tile // places.patch, places.merge, places.patch
+    pieces = tiles.reshape(-1, 3, side // merge, merge, patch, side // merge, merge, patch).transpose(0, 2, 5, 3, 6, 1, 4, 7)
+    pixels = numpy.clip(numpy.rint(pieces), 0, 255).astype(numpy.uint8).reshape(-1, 3 * patch**2)
+    return pixels, (len(tiles) * side, side)
 
 
 def _decoded(content: bytes) -> Any:

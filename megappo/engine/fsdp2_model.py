@@ -8,7 +8,7 @@ Optimizer, checkpoint and bridge see this rank's shards as plain tensors, with t
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, AdaptedExperts, W
 from megappo.models.pieces import rectangle
 from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
+from megappo.models.vision import blocks_of
 from megappo.models.weight_check import check_tied
 from megappo.models.weight_map import VALUE_HEAD, hf_cuts, hf_tensors
 from megappo.parallel.context import ContextShard
@@ -251,7 +252,7 @@ def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> Non
     if (tower := tower_in(module)) is not None:
         # Rotary tables of a tower stay in fp32.
         of_tower = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for part in (*cast(Any, tower.module).blocks, tower.module):
+        for part in (*blocks_of(tower.module), tower.module):
             fully_shard(part, mesh=mesh, mp_policy=of_tower)
     if isinstance(module, ValueModel):
         fully_shard(module.score, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))

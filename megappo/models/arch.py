@@ -104,11 +104,13 @@ class VisionArch:
     frames: int
     """Frames of a patch; an image has so many equal ones."""
     sections: tuple[int, ...]
-    """Channel pairs of a head that are rotated by time, height and width."""
+    """Channel pairs of a head that are rotated by time, height and width; empty: a feature has the position of its token."""
     interleaved: bool
     """The three take turns over the channels, instead of one after the other."""
     deepstack: int
     """Layers, from the first, whose outputs get further features added."""
+    tile: int = 0
+    """Side in pixels of the squares that the tower gets, a number of them for an image; 0: an image is one grid of any size."""
 
 
 class Delta(NamedTuple):

@@ -146,6 +146,12 @@ def forward_flops(
     )
 
 
+# Beginnings of the names of a tower's tensors: of the product with the pixels, of blocks, and tables.
+_OF_PATCHES = ("patch_embed", "vision_tower.embeddings.patch_embeddings")
+_OF_BLOCKS = ("blocks", "vision_tower.encoder")
+_TABLES = ("pos_embed", "vision_tower.embeddings")
+
+
 class TowerFlops(NamedTuple):
     """FLOPs of one forward pass of a vision tower over an image. embedding: of the product with the pixels, which have no
     gradient."""
@@ -159,15 +165,18 @@ def tower_flops(vision: VisionArch, grid: tuple[int, int]) -> TowerFlops:
     """Count the FLOPs of a vision tower on an image. grid: rows and columns of its patches."""
     shape, patches = tower_shape(vision), grid[0] * grid[1]
     matrices = {name.partition(".")[2]: prod(size) for name, size in vision.tensors if len(size) > 1}
-    weights = {part: sum(n for name, n in matrices.items() if name.startswith(part)) for part in ("patch_embed", "blocks")}
+    of_patches, of_blocks = (sum(n for name, n in matrices.items() if name.startswith(part)) for part in (_OF_PATCHES, _OF_BLOCKS))
     # Those that are no table of positions make features, one of merge x merge patches.
-    of_features = sum(n for name, n in matrices.items() if not name.startswith(("patch_embed", "blocks", "pos_embed")))
-    pairs = shape.whole * patches**2
-    if shape.window is not None:
+    of_features = sum(n for name, n in matrices.items() if not name.startswith((*_OF_PATCHES, *_OF_BLOCKS, *_TABLES)))
+    tokens, pairs = patches, shape.whole * patches**2
+    if vision.tile:  # a tile has a token for its class too
+        per_tile = (vision.tile // vision.patch) ** 2
+        tokens, pairs = patches + patches // per_tile, shape.depth * patches // per_tile * (per_tile + 1) ** 2
+    elif shape.window is not None:
         squares = [_squares(side // vision.merge, shape.window) for side in grid]
         pairs += (shape.depth - shape.whole) * prod(squares) * vision.merge**4
-    products = weights["blocks"] * patches + of_features * patches // vision.merge**2 + 2 * shape.hidden * pairs
-    embedding = MULTIPLY_ADD * weights["patch_embed"] * patches
+    products = of_blocks * tokens + of_features * patches // vision.merge**2 + 2 * shape.hidden * pairs
+    embedding = MULTIPLY_ADD * of_patches * patches
     return TowerFlops(embedding + MULTIPLY_ADD * products, embedding)
 
 

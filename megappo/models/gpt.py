@@ -88,7 +88,8 @@ class PackedModel(GPTModel):
         vision, axes, seen = self.arch.vision, None, None
         if vision is not None:
             on_host = tokens.cpu()
-            axes, seen = positions_of(on_host, cu_seqlens, self.images), seen_in(on_host, self.images)
+            axes = positions_of(on_host, cu_seqlens, self.images) if vision.sections else None
+            seen = seen_in(on_host, self.images)
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context, axes)
         packed.real = real
         if routes is not None:

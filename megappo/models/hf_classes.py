@@ -30,7 +30,7 @@ from megappo.models.flops import Recompute
 from megappo.models.hf_config import read_config, text_config
 from megappo.models.plain_attention import plain_attention
 from megappo.models.rope import tables_of
-from megappo.models.vision import features_of, mixed_angles, placed, positions_of, seen_in, tower_of
+from megappo.models.vision import features_of, mixed_angles, placed, plain_positions, positions_of, seen_in, tower_of
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 
@@ -152,7 +152,8 @@ def _by_sequence(
 def _add_tower(model: torch.nn.Module, vision: VisionArch, dtype: torch.dtype) -> None:
     """Add a tower beside a decoder, which takes positions [3, T] of time, height and width then, and features after layers."""
     decoder = decoder_of(model)
-    decoder.rotary_emb.forward = functools.partial(_table_of_axes, decoder.rotary_emb, vision)
+    if vision.sections:
+        decoder.rotary_emb.forward = functools.partial(_table_of_axes, decoder.rotary_emb, vision)
     for number in range(vision.deepstack):
         decoder.layers[number].register_forward_hook(functools.partial(_add_features, number), with_kwargs=True)
     model.visual = tower_of(vision, dtype, torch.device("meta"))
@@ -290,7 +291,9 @@ def _with_images(decoder: Any, tower: Tower, images: ImageStore, tokens: Tensor,
     gets those of later layers. Collective: every tp and cp rank computes the features of all images."""
     on_host, context = tokens.cpu(), packed.context
     assert packed.offsets is not None
-    positions, seen = positions_of(on_host, packed.offsets, images), seen_in(on_host, images)
+    of_axes = bool(tower.vision.sections)
+    positions = positions_of(on_host, packed.offsets, images) if of_axes else plain_positions(on_host, packed.offsets)[None]
+    seen = seen_in(on_host, images)
     positions, rows = moved(positions, tokens.device), moved(seen.rows, tokens.device)
     words = tokens.masked_fill(rows >= 0, tower.vision.image_token)
     if context is not None:

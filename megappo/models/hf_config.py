@@ -13,7 +13,7 @@ from megappo.models.arch import ModelArch, Rope, positions_of
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
 from megappo.models.family import NotImplementedByFamilies, StackedExperts, Values, Window
 from megappo.models.fp8 import read_fp8
-from megappo.models.vision_families import VISION_FAMILIES, language_config, read_vision
+from megappo.models.vision_families import VISION_FAMILIES, language_config, language_of, read_vision
 from megappo.runtime.messages import parse_object
 
 
@@ -51,7 +51,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = _architecture(config)
     if (vision := VISION_FAMILIES.get(architecture)) is not None:
         text = {key: value for key, value in language_config(config, vision).items() if key != "quantization_config"}
-        named = {"architectures": [FAMILIES[vision.language].architecture()], "model_type": vision.language}
+        name = language_of(config, vision)
+        named = {"architectures": [FAMILIES[name].architecture()], "model_type": name}
         return _with_outer_keys({**text, **named}, config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
     if not families and not isinstance(config.get("text_config"), Mapping):

@@ -14,6 +14,7 @@ from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 from megappo.models.hf_config import read_config
 from megappo.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from megappo.models.pieces import Box, as_2d
+from megappo.models.vision_families import TOWER
 from megappo.models.weight_map import OUTPUT
 from megappo.runtime.messages import first_line, parse_object
 
@@ -204,4 +205,6 @@ def _without_weights(path: Path) -> str:
 def _spellings(name: str) -> tuple[str, ...]:
     # Text-only; Mistral3ForConditionalGeneration on the hub, then in transformers 5; towers in transformers 5; base models.
     bare = name.removeprefix("model.")
-    return name, f"language_model.{name}", f"model.language_model.{bare}", f"model.{bare}", bare
+    inside = name.removeprefix(TOWER)
+    beside = () if inside == name else (f"model.{inside}", inside)
+    return name, f"language_model.{name}", f"model.language_model.{bare}", f"model.{bare}", bare, *beside

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,12 +48,17 @@ def spans_of(tokens: Tensor, images: ImageStore | None) -> list[Span]:
     return found
 
 
+def plain_positions(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return [T] int64 positions of tokens in their packed sequences. On the host."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    return torch.arange(len(tokens)) - starts.repeat_interleave(ends - starts)
+
+
 def positions_of(tokens: Tensor, cu_seqlens: Tensor, images: ImageStore | None) -> Tensor:
     """Return [3, T] int64 positions (time, height, width) of packed sequences: of a token of text all three are equal, and an image
     counts for the larger of its features' rows and columns. tokens, cu_seqlens: on the host.
     As Qwen2-VL has them (arXiv:2409.12191)."""
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    plain = torch.arange(len(tokens)) - starts.repeat_interleave(ends - starts)
+    ends, plain = cu_seqlens[1:].long(), plain_positions(tokens, cu_seqlens)
     found = spans_of(tokens, images)
     if not found:
         return plain.expand(3, -1)
@@ -117,9 +123,46 @@ def tower_of(vision: VisionArch, dtype: torch.dtype, device: torch.device | int 
     from transformers import AutoConfig, AutoModel  # here: text-only models do without
 
     fields = json.loads(vision.config)
-    kind = type(AutoConfig.for_model(fields.pop("model_type"))).sub_configs["vision_config"]
+    kind = type(AutoConfig.for_model(fields.pop("model_type")))
     with torch.device(device) if device is not None else nullcontext():
-        return AutoModel.from_config(kind(**fields), dtype=dtype, attn_implementation="sdpa")
+        if vision.tile:
+            return _tower_of_tiles(kind, fields, vision, dtype)
+        return AutoModel.from_config(kind.sub_configs["vision_config"](**fields), dtype=dtype, attn_implementation="sdpa")
+
+
+def _tower_of_tiles(kind: Any, fields: dict[str, Any], vision: VisionArch, dtype: torch.dtype) -> torch.nn.Module:
+    """Build InternVL's tower and projector, as transformers' class has them beside the language model."""
+    from transformers import AutoModel
+
+    # The smallest language model, of which nothing is kept.
+    text = {"model_type": "qwen2", "hidden_size": fields["out_hidden_size"], "num_hidden_layers": 0, "vocab_size": 1}
+    inner = {name: value for name, value in fields.items() if name not in ("depth", "num_heads", "in_channels", "tile")}
+    inner |= {"image_size": vision.tile, "patch_size": vision.patch}
+    config = kind(vision_config=inner, text_config=text, projector_hidden_act=fields["projector_hidden_act"])
+    tower: Any = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    del tower.language_model
+    tower.forward = partial(_features_of_tiles, tower, vision)
+    return tower
+
+
+def _features_of_tiles(tower: Any, vision: VisionArch, pixels: Tensor, grid_thw: Tensor, return_dict: bool = True) -> Any:
+    """Compute features of patches in the order of a store [patches, 3 x patch x patch]."""
+    out = tower.get_image_features(pixel_values=tiles_of(pixels, vision), return_dict=return_dict)
+    out.pooler_output = out.pooler_output.flatten(0, 1)
+    return out
+
+
+def tiles_of(pixels: Tensor, vision: VisionArch) -> Tensor:
+    """Put patches in the order of a store, [patches, 3 x patch x patch], together to tiles [tiles, 3, side, side]."""
+    side, merge, patch = vision.tile // vision.patch // vision.merge, vision.merge, vision.patch
+    pieces = pixels.view(-1, side, side, merge, merge, 3, patch, patch)
+    return pieces.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, vision.tile, vision.tile)
+
+
+def blocks_of(tower: torch.nn.Module) -> Any:
+    """Return the list of a tower's blocks."""
+    inner: Any = tower
+    return inner.blocks if hasattr(inner, "blocks") else inner.vision_tower.encoder.layer
 
 
 def pixels_of(images: ImageStore, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:

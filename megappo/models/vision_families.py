@@ -21,6 +21,8 @@ _PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Sections of other modalities, and what transformers' older files write at the top level beside the language model's keys.
 _NOT_OF_TEXT = ("vision_config", "text_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
+_NOT_ONE_MODULE = ("vision_tower.", "multi_modal_projector.")
+"""Beginnings of names of a tower that is no module of its own in transformers' class."""
 Tensor = tuple[str, tuple[int, ...]]
 
 
@@ -30,7 +32,7 @@ class VisionFamily:
 
     architecture: str
     language: str
-    """Family of the language model."""
+    """Family of the language model; of several, the one of a file that does not name it."""
     tower: str
     """model_type of the tower's config."""
     tensors: Callable[[Mapping[str, Any]], Iterator[Tensor]]
@@ -45,6 +47,11 @@ class VisionFamily:
     """Keys of text_config that vLLM reads and whose values transformers takes for granted."""
     tied_inside: bool = False
     """tie_word_embeddings counts in text_config too; otherwise, for transformers and vLLM, at the top level alone."""
+    languages: tuple[str, ...] = ()
+    """Families that text_config.model_type may name."""
+    own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """config.json, with `defaults` in its vision_config -> settings of a tower that vision_config alone does not describe, its
+    sizes under the names of Qwen's."""
     stacked: bool = False
     """The checkpoint has a tensor [experts, in, out] for gate and up, side by side, and one for down, of all experts of a layer."""
 
@@ -63,6 +70,10 @@ def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
 def _norm(name: str, size: int) -> Iterator[Tensor]:
     yield f"{name}.weight", (size,)
     yield f"{name}.bias", (size,)
+
+
+def _scale(name: str, size: int) -> Iterator[Tensor]:
+    yield f"{name}.weight", (size,)
 
 
 def _patches(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -106,6 +117,77 @@ def _qwen3_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
         yield from _linear(f"{merger}.linear_fc2", config["out_hidden_size"], merged)
 
 
+def _internvl(config: Mapping[str, Any]) -> Iterator[Tensor]:
+    hidden, inner, side = config["hidden_size"], config["intermediate_size"], config["patch_size"]
+    merged = hidden * config["spatial_merge_size"] ** 2
+    norm = _norm if config["norm_type"] == "layer_norm" else _scale
+    yield "vision_tower.embeddings.cls_token", (1, 1, hidden)
+    yield "vision_tower.embeddings.position_embeddings", (1, (config["tile"] // side) ** 2 + 1, hidden)
+    yield "vision_tower.embeddings.patch_embeddings.projection.weight", (hidden, config["in_channels"], side, side)
+    yield "vision_tower.embeddings.patch_embeddings.projection.bias", (hidden,)
+    for block in (f"vision_tower.encoder.layer.{number}" for number in range(config["depth"])):
+        yield f"{block}.lambda_1", (hidden,)
+        yield f"{block}.lambda_2", (hidden,)
+        for part in ("q", "k", "v"):
+            yield f"{block}.attention.{part}_proj.weight", (hidden, hidden)
+            if config["attention_bias"]:
+                yield f"{block}.attention.{part}_proj.bias", (hidden,)
+        yield from _linear(f"{block}.attention.projection_layer", hidden, hidden)
+        for part in ("q", "k") if config["use_qk_norm"] else ():
+            yield f"{block}.attention.{part}_norm.weight", (hidden,)
+        yield from norm(f"{block}.layernorm_before", hidden)
+        yield from norm(f"{block}.layernorm_after", hidden)
+        yield from _linear(f"{block}.mlp.fc1", inner, hidden)
+        yield from _linear(f"{block}.mlp.fc2", hidden, inner)
+    if not config["use_mean_pooling"]:
+        yield from _norm("vision_tower.layernorm", hidden)
+    yield from _norm("multi_modal_projector.layer_norm", merged)
+    yield from _linear("multi_modal_projector.linear_1", config["out_hidden_size"], merged)
+    yield from _linear("multi_modal_projector.linear_2", config["out_hidden_size"], config["out_hidden_size"])
+
+
+def _internvl_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    vision, text = config["vision_config"], config["text_config"]
+    for key, value in (("vision_feature_layer", -1), ("vision_feature_select_strategy", "default"), ("downsample_ratio", 0.5)):
+        if config.get(key, value) != value:
+            raise ValueError(
+                f"config.json of an InternVL has {key} {json.dumps(config[key])}; only {json.dumps(value)} is supported"
+            )
+    for key, value in (("use_mask_token", False), ("use_absolute_position_embeddings", True)):
+        if vision[key] != value:
+            raise ValueError(
+                f"config.json of an InternVL has vision_config.{key} {json.dumps(vision[key])}; only the other is supported"
+            )
+    (side,), (patch,) = ({*one} if isinstance(one, list | tuple) else {one} for one in (vision["image_size"], vision["patch_size"]))
+    return {
+        **vision,
+        "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"],
+        "in_channels": vision["num_channels"],
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 1,
+        "tile": side,
+        "out_hidden_size": text["hidden_size"],
+        "projector_hidden_act": config.get("projector_hidden_act", "gelu"),
+    }
+
+
+_INTERNVL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "intermediate_size": 4096,
+    "norm_type": "layer_norm",
+    "image_size": 448,
+    "patch_size": 14,
+    "num_channels": 3,
+    "use_mask_token": False,
+    "use_absolute_position_embeddings": True,
+    "use_mean_pooling": True,
+}
 _QWEN2_5_VL = {
     "depth": 32,
     "intermediate_size": 3420,
@@ -129,7 +211,22 @@ _ALL = (
         fixed={"norm_topk_prob": True},
         stacked=True,
     ),
+    VisionFamily(
+        "InternVLForConditionalGeneration",
+        "qwen2",
+        "internvl",
+        _internvl,
+        place="<img><IMG_CONTEXT></img>",
+        defaults=_INTERNVL,
+        tied_inside=True,
+        languages=("qwen2", "qwen3"),
+        own=_internvl_tower,
+    ),
 )
+TEXT_ALONE = {
+    "Gemma3ForConditionalGeneration": "tokens of its images see those behind them, and packed sequences no mask but the causal one"
+}
+"""Architecture with a tower whose language model alone is trained -> the reason."""
 VISION_FAMILIES = {name: family for family in _ALL for name in (family.architecture, family.classifier)}
 """Architecture of a checkpoint, a reward model's too -> its family."""
 
@@ -138,9 +235,17 @@ def places_of(path: str | Path, arch: ModelArch) -> Places:
     """Return where images stand in the prompts of a vision-language checkpoint directory."""
     assert arch.vision is not None, "a model without a tower is refused"
     vision = arch.vision
-    return Places(
-        Path(path), VISION_FAMILIES[arch.architecture].place, vision.image_token, vision.patch, vision.merge, vision.frames
-    )
+    place = VISION_FAMILIES[arch.architecture].place
+    return Places(Path(path), place, vision.image_token, vision.patch, vision.merge, vision.frames, vision.tile)
+
+
+def language_of(config: Mapping[str, Any], family: VisionFamily) -> str:
+    """Return the family of the language model. ValueError for one that this architecture is not trained with."""
+    name = (config.get("text_config") or {}).get("model_type", family.language) if family.languages else family.language
+    if family.languages and name not in family.languages:
+        supported = ", ".join(family.languages)
+        raise ValueError(f"{family.architecture} with text_config.model_type {name!r}: supported are {supported}")
+    return name
 
 
 def language_config(config: Mapping[str, Any], family: VisionFamily) -> dict[str, Any]:
@@ -166,8 +271,9 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
             same = f"{json.dumps(text.get(key))}: transformers computes {json.dumps(value)} and vLLM what the key says"
             raise ValueError(f"config.json of a {family.architecture} has text_config.{key} {same}; set it to {json.dumps(value)}")
     try:
-        own = {**family.defaults, **config["vision_config"], "model_type": family.tower}
-        sections = tuple(rope["mrope_section"])
+        own = {**family.defaults, **config["vision_config"]}
+        own = {**(own if family.own is None else family.own({**config, "vision_config": own})), "model_type": family.tower}
+        sections = tuple(rope["mrope_section"]) if family.own is None else ()
         tensors = tuple((TOWER + name, shape) for name, shape in family.tensors(own))
         return VisionArch(
             config=json.dumps(own, sort_keys=True),
@@ -179,6 +285,7 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
             sections=sections,
             interleaved=bool(rope.get("mrope_interleaved", family.interleaved)),
             deepstack=len(own.get("deepstack_visual_indexes") or ()),
+            tile=own.get("tile", 0),
         )
     except KeyError as error:
         raise ValueError(f"config.json of a {family.architecture} has no {error.args[0]}, which its tower needs") from None
@@ -217,5 +324,6 @@ def tower_shape(vision: VisionArch) -> TowerShape:
 def checkpoint_name(name: str) -> str:
     """Return a tensor's name in a vision-language checkpoint as transformers 5 writes it and vLLM reads it."""
     if name.startswith(TOWER):
-        return f"model.{name}"
+        inside = name.removeprefix(TOWER)
+        return f"model.{inside if inside.startswith(_NOT_ONE_MODULE) else name}"
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name

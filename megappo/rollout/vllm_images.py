@@ -1,6 +1,7 @@
 """Images for vLLM: the same bytes as the trainer's towers get, already in their places among the tokens.
 
-vLLM's own processing of images never runs: its model normalises the bytes on the device, as `models/vision.py` does.
+vLLM's own processing of images never runs: its model normalises the bytes on the device, as `models/vision.py` does; tiles come
+normalised.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 
 from megappo.data.images import IMAGE_BASE, MOST_IMAGES, ImageStore
 from megappo.models.arch import VisionArch
-from megappo.models.vision import spans_of
+from megappo.models.vision import pixels_of, spans_of, tiles_of
 from megappo.rollout.types import Ids
 
 
-def image_options(path: str, shown: int) -> dict[str, Any]:
+def image_options(path: str, vision: VisionArch, shown: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that a vision-language model in this directory adds. shown: most images that an
     environment adds to a prompt's."""
     return {
@@ -31,7 +32,7 @@ def image_options(path: str, shown: int) -> dict[str, Any]:
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"image": MOST_IMAGES + shown, "video": 0},
         "mm_processor_cache_gb": 0,
-        "mm_device_do_normalize": True,
+        "mm_device_do_normalize": not vision.tile,
         # It would process pictures of its own.
         "skip_mm_profiling": True,
     }
@@ -97,10 +98,13 @@ def _torchvision_named() -> Iterator[None]:
 
 
 def restore_normalisation(worker: Any) -> None:
-    """Compute the constants that normalise pixels again: dummy weights fill them too, and no push comes to them."""
+    """Compute the constants that normalise pixels again, if the model has some: dummy weights fill them too, and no push comes to
+    them."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
 
+    if not hasattr(worker.get_model(), "visual"):
+        return
     with set_current_vllm_config(worker.vllm_config), torch.inference_mode():
         fresh = build_mm_input_norm(worker.vllm_config.model_config)
         for name, buffer in worker.get_model().visual.input_norm.named_buffers():
@@ -118,14 +122,25 @@ def inputs_with_images(tokens: Ids, vision: VisionArch, images: ImageStore | Non
         return tokens_input(tokens.tolist(), cache_salt=salt)
     assert images is not None
     numbers = [span.image for span in found]
-    grids = torch.tensor([(1, *images.grid(one)) for one in numbers])
-    patches = torch.from_numpy(images.patches(numbers))
-    pixels = patches.view(len(patches), 3, 1, -1).expand(-1, -1, images.frames, -1).reshape(len(patches), -1)
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    processed: Any = {"pixel_values": pixels, "image_grid_thw": grids}
+    of_each, kept = MultiModalFieldConfig.flat_from_sizes, {"keep_on_cpu": True}
+    if vision.tile:
+        tiles = tiles_of(pixels_of(images, numbers, torch.device("cpu"), torch.float32), vision)
+        counts = torch.tensor([images.grid(one)[0] for one in numbers]) * vision.patch // vision.tile
+        processed: Any = {"pixel_values": tiles, "image_num_patches": counts, "image_token_id": torch.tensor(vision.image_token)}
+        fields = {
+            "pixel_values": of_each("image", counts),
+            "image_num_patches": MultiModalFieldConfig.batched("image", **kept),
+            "image_token_id": MultiModalFieldConfig.shared("image", len(numbers), **kept),
+        }
+    else:
+        grids = torch.tensor([(1, *images.grid(one)) for one in numbers])
+        patches = torch.from_numpy(images.patches(numbers))
+        pixels = patches.view(len(patches), 3, 1, -1).expand(-1, -1, images.frames, -1).reshape(len(patches), -1)
+        processed = {"pixel_values": pixels, "image_grid_thw": grids}
+        fields = {
+            "pixel_values": of_each("image", grids.prod(-1)),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", **kept),
+        }
     items = MultiModalKwargsItems.from_hf_inputs(processed, fields)
     words = numpy.where(tokens >= IMAGE_BASE, vision.image_token, tokens).tolist()
     hashes = [f"{salt}:{images.content(one)}" for one in numbers]

@@ -89,7 +89,7 @@ def vllm_options(
         seed=model.seed,
     )
     if model.arch.vision is not None:
-        options |= image_options(model.path, config.shown_images)
+        options |= image_options(model.path, model.arch.vision, config.shown_images)
     options |= config.vllm_args
     if model.lora is not None:
         options |= adapter_options(model.lora)
@@ -148,6 +148,9 @@ def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], A
             del config.quantization_config
         config.architectures = [arch.architecture] if arch.own or arch.vision is not None else text["architectures"]
         config.tie_word_embeddings = arch.tied_embeddings
+        if arch.vision is not None and arch.vision.tile:  # whose language model vLLM builds of its own part
+            config.text_config.architectures = text["architectures"]
+            config.text_config.tie_word_embeddings = arch.tied_embeddings
         if rope.llama_4_scaling is not None:
             config.llama_4_scaling = rope.llama_4_scaling
         return config

@@ -66,6 +66,34 @@ def test_pixels_are_the_processors(folder: Path) -> None:
     assert [(1, *store.grid(one)) for one in range(len(store))] == [tuple(one) for one in theirs["image_grid_thw"].tolist()]
 
 
+def test_tiles_are_as_many_as_the_processor_says(folder: Path) -> None:
+    """InternVL's, for a table of sizes; its pixels are compared in tests/engine/test_images.py."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    write_vision_checkpoint(folder / "internvl", "internvl")
+    sizes = [(32, 32), (64, 32), (32, 100), (90, 50), (300, 40), (64, 64), (10, 10), (31, 97), (128, 130)]
+    lines = [
+        {"prompt": "<image>", "images": base64_of(Image.new("RGB", size, (number, 9, 9)))} for number, size in enumerate(sizes)
+    ]
+    file = folder / "sizes.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    settings = json.loads((folder / "internvl/preprocessor_config.json").read_text()) | {"crop_to_patches": True}
+    found = {}
+    for limit, most in ((None, 4), (3 * 32**2 + 5, 3), (32**2, 1)):
+        places = places_of(folder / "internvl")
+        store = open_images([open_source(str(file))], "images", None, places, limit, Cache(folder / "cache")).store
+        processor: Any = GotOcr2ImageProcessorPil(**settings | {"max_patches": most})
+        theirs = [4 * processor.get_number_of_image_patches(height, width) for width, height in sizes]
+        found[most] = [store.num_tokens(one) for one in range(len(sizes))]
+        assert found[most] == theirs
+    assert max(found[4]) == 5 * 4 and set(found[1]) == {4}
+    with pytest.raises(ValueError, match="data.max_image_pixels 900 is less than the 1024 of"):
+        open_images([open_source(str(file))], "images", None, places_of(folder / "internvl"), 900, Cache(folder / "cache"))
+    other = replace(places_of(folder / "internvl"), tile=64)
+    with pytest.raises(ValueError, match="size.height 32 is not the 64 of config.json"):
+        open_images([open_source(str(file))], "images", None, other, None, Cache(folder / "cache"))
+
+
 def test_a_thumbnail_is_the_picture(folder: Path) -> None:
     store = images_of(folder / "model", folder / "questions.jsonl", folder / "cache").store
     pictures = [numpy.asarray(squares(counts, size, seed=number), float) for number, (counts, size) in enumerate(PICTURES)]

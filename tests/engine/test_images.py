@@ -44,21 +44,23 @@ BOTH, ACTS, VALUES = ("policy", "critic"), ("policy",), ("critic",)
 # has it with something else to go wrong.
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "dp": (("qwen3_vl",), ACTS, {}, {}),
-    "tp": (("qwen2_5_vl", "qwen3_vl"), ACTS, {"tp": 2}, {"micro_batch_tokens": 40}),
-    "cp": (("qwen2_5_vl", "qwen3_vl"), ACTS, {"cp": 2}, {}),
+    "tp": (("qwen2_5_vl", "qwen3_vl", "internvl"), ACTS, {"tp": 2}, {"micro_batch_tokens": 40}),
+    "cp": (("qwen2_5_vl", "qwen3_vl", "internvl"), ACTS, {"cp": 2}, {}),
     "pp": (("qwen2_5_vl", "qwen3_vl"), ACTS, {"pp": 2}, {"recompute": "full"}),
-    "values of stages": (("qwen2_5_vl",), VALUES, {"pp": 2}, {}),
+    "values of stages": (("qwen2_5_vl", "internvl"), VALUES, {"pp": 2}, {}),
     "sp": (("qwen3_vl",), VALUES, SP, {"recompute": "full"}),
     "frozen": (("qwen3_vl",), ACTS, SP, {"freeze": ["visual"]}),
     "experts pp": (("qwen3_vl_moe",), VALUES, {"pp": 2}, {}),
     "experts ep": (("qwen3_vl_moe",), ACTS, SP | {"ep": 2}, {"recompute": "full"}),
     "fsdp2 experts": (("qwen3_vl_moe",), BOTH, {}, FSDP2 | {"micro_batch_tokens": 40}),
-    "fsdp2": (("qwen3_vl",), BOTH, {}, FSDP2 | {"micro_batch_tokens": 24}),
+    "fsdp2": (("qwen3_vl", "internvl"), BOTH, {}, FSDP2 | {"micro_batch_tokens": 24}),
     "fsdp2 tp": (("qwen2_5_vl",), ACTS, {"tp": 2}, FSDP2),
     "fsdp2 sp": (("qwen3_vl",), VALUES, SP, FSDP2 | {"recompute": "full"}),
     "fsdp2 cp": (("qwen3_vl",), ACTS, {"cp": 2}, FSDP2),
     "lora": (("qwen3_vl",), ("adapted",), SP, {"lora": LORA, "recompute": "full"}),
     "fsdp2 lora": (("qwen2_5_vl",), ("adapted",), {}, FSDP2 | {"lora": LORA}),
+    "lora experts": (("qwen3_vl_moe",), ("adapted",), SP | {"ep": 2}, {"lora": LORA | {"targets": "all-linear"}}),
+    "fsdp2 lora experts": (("qwen3_vl_moe",), ("adapted",), {}, FSDP2 | {"lora": LORA | {"targets": "all-linear"}}),
     "fsdp2 frozen": (("qwen3_vl",), ACTS, {}, FSDP2 | {"freeze": ["visual"], "recompute": "selective", "micro_batch_tokens": 24}),
 }
 CONTROLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -166,7 +168,8 @@ def pass_of(path: Path, samples: list[Sample], images: Any, role: str, parallel:
         local = engine.named_gradients()
         gradients = gather_tensors(local, engine).tensors if role == "adapted" else whole_tensors(engine, local)
     again = passes_again(engine, weighted(samples), loss, images.store) if "freeze" in settings else None
-    if role == "adapted" or (role == "policy" and engine.arch.moe is not None):
+    tiles = path.name == "internvl" and "cp" not in parallel  # once
+    if role == "adapted" or (role == "policy" and (engine.arch.moe is not None or tiles)):
         engine.export(path.parent / f"{path.name} {role} {section.engine}", path)
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, (sorted(local), seen, again))
@@ -228,22 +231,51 @@ def of_transformers(folder: Path, kind: str, role: str) -> dict[str, Any]:
         total = total + (out * weight).sum()
     total.backward()
     of_class = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients = text_only({_of_class(name): one for name, one in of_class.items()})
+    if role == "adapted":
+        named = {text_only_name(_of_class(name)): one for name, one in of_class.items()}
+        gradients = {name: block for whole, one in named.items() for name, block in adapter_blocks(whole, one)}
+    else:
+        gradients = text_only(of_class)
     if role == "critic":
         gradients["score.weight"] = head.grad
     return {"rows": torch.cat(rows), "gradients": gradients}
 
 
 def with_adapters(model: Any) -> Any:
-    """PEFT's on the language model alone, at a start in which nothing is zero."""
+    """PEFT's on the language model alone, at a start in which nothing is zero. Those of gate and up of an expert are one of twice
+    the rank, of which blocks are zero."""
     targets = r".*\.language_model\.layers\..*_proj"
+    how: dict[str, Any] = {}
+    if hasattr(model.config.text_config, "num_experts"):
+        joined = {name: {r".*\.gate_up_proj": 2 * LORA[of]} for name, of in (("rank_pattern", "rank"), ("alpha_pattern", "alpha"))}
+        how = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], **joined}
     adapted: Any = peft.get_peft_model(
-        model, peft.LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets)
+        model, peft.LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets, **how)
     ).eval()
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            parameter.data.copy_(noise_of(text_only_name(_of_class(name)), tuple(parameter.shape)))
+            parameter.data.zero_()
+            for ours, block in adapter_blocks(text_only_name(_of_class(name)), parameter.data):
+                block.copy_(noise_of(ours, tuple(block.shape)))
     return adapted
+
+
+def adapter_blocks(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and place of every adapter in a tensor of PEFT, which has those of all experts of a layer in one: A [experts x rank,
+    in], B [out, rank x experts]."""
+    layer, experts, rest = name.partition(".experts.")
+    if not experts:
+        yield name, tensor
+        return
+    is_a, rank = "lora_A" in rest, LORA["rank"]
+    kinds = ("gate_proj", "up_proj") if rest.startswith("base_layer.") else ("down_proj",)
+    each = len(tensor if is_a else tensor[0]) // rank // len(kinds)
+    for expert in range(each):
+        whole = tensor.chunk(each)[expert] if is_a else tensor.unflatten(1, (-1, each))[..., expert]
+        for at, kind in enumerate(kinds):
+            ranks = slice(at * rank, (at + 1) * rank)
+            block = whole[ranks] if is_a else whole.chunk(len(kinds))[at][:, ranks]
+            yield f"{layer}.experts.{expert}.{kind}.{rest.removeprefix('base_layer.')}", block
 
 
 def _of_class(name: str) -> str:
@@ -309,7 +341,9 @@ def test_a_frozen_tower_passes_once_a_step(found, name: str) -> None:
         assert len({len(passes) for (_, passes), *_ in ranks}) == 1
 
 
-@pytest.mark.parametrize(("kind", "name"), [("qwen3_vl", "lora"), ("qwen2_5_vl", "fsdp2 lora")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for name, (kinds, roles, *_) in CASES.items() for kind in kinds if "adapted" in roles]
+)
 def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, name: str) -> None:
     """The merged model in transformers, and the adapters on the source in PEFT, which adapts no layer of the tower."""
     samples, images = samples_of(folder, kind)
@@ -326,11 +360,10 @@ def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, na
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
-def test_an_export_of_experts_is_as_published(folder: Path, found, engine: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "internvl"])
+def test_an_export_is_as_published(folder: Path, found, kind: str, engine: str) -> None:
     """Of weights that no step changed: bit for bit the tensors of the source, which has one of all experts of a layer."""
-    source, export = (
-        load_file(path / "model.safetensors") for path in (folder / "qwen3_vl_moe", folder / f"qwen3_vl_moe policy {engine}")
-    )
+    source, export = (load_file(path / "model.safetensors") for path in (folder / kind, folder / f"{kind} policy {engine}"))
     assert source.keys() == export.keys() and any(one.dim() == 3 for one in export.values())
     assert all(torch.equal(one, export[name]) for name, one in source.items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from megappo.data.cache import Cache
 from megappo.data.images import IMAGE_BASE, PromptImages, open_images
@@ -21,7 +23,7 @@ from megappo.data.sources import open_source
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.vision_families import places_of
-from scripts.quickstart_images import write_tokenizer
+from scripts.quickstart_images import SPECIALS, write_tokenizer
 
 # Of ids: 256 bytes, then these.
 IMAGE_TOKEN, EOS = 261, 258
@@ -87,7 +89,18 @@ def _qwen3_vl_moe() -> Any:
     return transformers.Qwen3VLMoeConfig(**{**_QWEN3, "text_config": text}, tie_word_embeddings=False)
 
 
+def _internvl() -> Any:
+    text = transformers.Qwen2Config(**_TEXT | dict(hidden_size=128, rope_parameters=_ROPE, tie_word_embeddings=False)).to_dict()
+    text["architectures"] = ["Qwen2ForCausalLM"]
+    vision = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=8)
+    more = dict(attention_bias=True, layer_scale_init_value=0.5)
+    return transformers.InternVLConfig(
+        text_config=text, vision_config=vision | more, image_token_id=IMAGE_TOKEN, image_seq_length=4, tie_word_embeddings=False
+    )
+
+
 KINDS = {
+    "internvl": (_internvl, transformers.InternVLForConditionalGeneration, "InternVLProcessor"),
     "qwen2_5_vl": (_qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration, "Qwen2_5_VLProcessor"),
     "qwen3_vl": (_qwen3_vl, transformers.Qwen3VLForConditionalGeneration, "Qwen3VLProcessor"),
     "qwen3_vl_moe": (_qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration, "Qwen3VLProcessor"),
@@ -111,12 +124,16 @@ def write_vision_checkpoint(path: Path, kind: str) -> None:
     model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale, shift = (0.1, 0.0) if parameter.dim() > 1 else (0.2, float("norm" in name or "ln_q" in name))
+            scale, shift = (0.1, 0.0) if parameter.dim() > 1 else (0.2, float("norm" in name or "ln_q" in name or "lambda" in name))
             parameter.copy_(torch.randn_like(parameter) * scale + shift)
     model.save_pretrained(path)
     if hasattr(config.text_config, "num_experts"):
         as_published(path)
-    write_tokenizer(path, _TEMPLATE)
+    specials = SPECIALS
+    if kind == "internvl":
+        named = {"vision_start": "<img>", "vision_end": "</img>", "image_pad": "<IMG_CONTEXT>", "video_pad": "<video>"}
+        specials = tuple(named.get(one.strip("<|>"), one) for one in SPECIALS)
+    write_tokenizer(path, _TEMPLATE, specials)
     write_processor(path, processor, config.vision_config.patch_size)
 
 
@@ -141,8 +158,21 @@ def as_classifier(path: Path) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
-def write_processor(path: Path, processor: str, patch: int) -> None:
-    side = 2 * patch
+def write_processor(path: Path, processor: str, patch: Any) -> None:
+    side = 2 * (patch[0] if isinstance(patch, (list, tuple)) else patch)
+    if processor == "InternVLProcessor":
+        tiles = {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "processor_class": processor,
+            "crop_to_patches": False,
+            "min_patches": 1,
+            "max_patches": 4,
+            "size": {"height": 32, "width": 32},
+            "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.3, 0.4],
+        }
+        (path / "preprocessor_config.json").write_text(json.dumps(tiles))
+        return
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor,
@@ -215,6 +245,8 @@ def inputs_of(sample: Sample, images: PromptImages) -> dict[str, Any]:
     if not sample.images:
         return {"input_ids": ids, "use_cache": False}
     store = images.store
+    if store.frames == 1:
+        return {"input_ids": ids, "pixel_values": _tiles_of(sample, images), "use_cache": False}
     scale, shift = (torch.tensor(one).view(1, 3, 1, 1) for one in store.scaling)
     patches = torch.from_numpy(store.patches(sample.images))
     pixels = patches.view(len(patches), 3, 1, -1).repeat(1, 1, store.frames, 1) * scale + shift
@@ -227,6 +259,16 @@ def inputs_of(sample: Sample, images: PromptImages) -> dict[str, Any]:
     }
 
 
+def _tiles_of(sample: Sample, images: PromptImages) -> Tensor:
+    """Tiles as transformers' processor makes them of the files."""
+    (folder,) = images.folders.values()
+    assert folder is not None
+    settings = json.loads((folder / "internvl/preprocessor_config.json").read_text())
+    processor = GotOcr2ImageProcessorPil(**settings | {"crop_to_patches": True})
+    pictures = [Image.open(folder / f"{number}.png").convert("RGB") for number in sample.images]
+    return torch.as_tensor(processor(images=pictures, return_tensors="np")["pixel_values"])
+
+
 def logprobs_alone(model: Any, sample: Sample, images: PromptImages) -> Tensor:
     """Log-probs of the tokens after the first one, [L - 1]; 0 of features."""
     logits = model(**inputs_of(sample, images)).logits[0].float()
@@ -236,7 +278,8 @@ def logprobs_alone(model: Any, sample: Sample, images: PromptImages) -> Tensor:
 
 def text_only_name(name: str) -> str:
     """Name of a parameter of transformers' class in the weight map."""
-    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    found = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    return re.sub(r"^model\.(vision_tower|multi_modal_projector)\.", r"visual.\1.", found)
 
 
 def text_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,12 +33,20 @@ def shown_by_keys(config: TrainConfig, arch: ModelArch) -> Shown | None:
     data, vision = config.data, arch.vision
     if (data.image_key is None and not config.rollout.shown_images) or vision is None:
         return None
-    largest = None if data.max_image_pixels is None else max(1, data.max_image_pixels // (vision.patch * vision.merge) ** 2)
+    largest = None if data.max_image_pixels is None else _largest(vision, data.max_image_pixels)
     if data.image_key is None:
         return _with_answers(config, Shown(0, "none in the data"), largest)
     if largest is not None and largest < data.max_prompt_tokens:
         return _with_answers(config, Shown(largest, "one image of data.max_image_pixels; the data may have more"), largest)
     return _with_answers(config, Shown(data.max_prompt_tokens, "all of data.max_prompt_tokens"), largest)
+
+
+def _largest(vision: VisionArch, pixels: int) -> int:
+    """Tokens of an image of so many pixels; of several tiles there is one of the whole too."""
+    if not vision.tile:
+        return max(1, pixels // (vision.patch * vision.merge) ** 2)
+    tiles = max(1, pixels // vision.tile**2)
+    return (tiles + (tiles > 1)) * (vision.tile // vision.patch // vision.merge) ** 2
 
 
 def _with_answers(config: TrainConfig, shown: Shown, largest: int | None) -> Shown:
@@ -93,6 +101,7 @@ def working_bytes(vision: VisionArch, itemsize: int) -> int:
     # Residual, its norm, and query, key and value in one tensor. Then these rotated in fp32, and at the key the rotated query and
     # three products; or the rotated ones, the outputs, all outputs in one tensor, and their projection.
     rotation = 5 + (2 * wide if wide > 1 else 0) + 4 * wide
-    attention = max(rotation, 10) * hidden
-    mlp = 3 * hidden + (3 if gated else 2) * inner
-    return max(prepared, itemsize * (pixels + max(attention, mlp)) + 2 * FP32 * hidden // heads)
+    attention = (10 if vision.tile else max(rotation, 10)) * hidden
+    mlp = 3 * hidden + (3 if gated or vision.tile else 2) * inner
+    tables = 0 if vision.tile else 2 * FP32 * hidden // heads
+    return max(prepared, itemsize * (pixels + max(attention, mlp)) + tables)

@@ -196,6 +196,8 @@ def _delta(arch: ModelArch, parallels: Sequence[ParallelConfig], num_layers: int
 def _seeing(text: dict[str, Any], vision: VisionArch, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a small language model with a tower: as deep as it takes for both kinds of blocks, and features of one
     layer where the user's model has some of several."""
+    if vision.tile:
+        return _seeing_tiles(text, config)
     key = "rope_scaling" if "rope_scaling" in text else "rope_parameters"
     sections = {"mrope_section": [HEAD_DIM // 2 - 2, 1, 1], "mrope_interleaved": vision.interleaved}
     tower = json.loads(vision.config) | {
@@ -222,11 +224,27 @@ def _seeing(text: dict[str, Any], vision: VisionArch, config: Mapping[str, Any])
     }
 
 
+def _seeing_tiles(text: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a tower that gets tiles, of two features a side."""
+    sizes = {"hidden_size": HIDDEN_SIZE, "intermediate_size": _LEAST_COLUMNS, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sides = {"patch_size": [PATCH] * 2, "image_size": [4 * PATCH] * 2}
+    return {
+        **{key: value for key, value in config.items() if key not in _DROPPED},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "image_token_id": VOCAB_SIZE - 1,
+        "image_seq_length": 4,
+        "vision_config": {**config["vision_config"], **sizes, **sides},
+        "text_config": {**text, "model_type": config["text_config"].get("model_type", "qwen2")},
+    }
+
+
 def write_images(folder: Path, vision: VisionArch) -> None:
     """Write the store of a few images of noise, which recorded samples show."""
     rng, first, index = numpy.random.default_rng(0), 0, []
     for grid in GRIDS:
         rows, cols = (side * vision.merge for side in grid)
+        if vision.tile:  # so many tiles
+            rows, cols = (side * vision.tile // vision.patch for side in (grid[0], 1))
         index.append((first, rows, cols))
         first += rows * cols
     pixels = rng.integers(0, 256, (first, 3 * PATCH**2), dtype=numpy.uint8)

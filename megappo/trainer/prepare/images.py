@@ -17,7 +17,7 @@ from megappo.data.images import PROCESSOR, PromptImages, open_images
 from megappo.data.sources import open_sources
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_for
-from megappo.models.vision_families import VISION_FAMILIES, places_of
+from megappo.models.vision_families import TEXT_ALONE, VISION_FAMILIES, places_of
 from megappo.runtime.messages import parse_object
 from megappo.trainer.prepare.layouts import model_paths
 
@@ -83,9 +83,11 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
         named, path = model_paths(config)[role]
         if arch.vision is None or first is None:
             towers = dict.fromkeys(family.architecture for family in VISION_FAMILIES.values())
-            fix = f"{named} {path} ({arch.architecture}) reads text alone; models with a tower are {', '.join(towers)}"
+            why = f" here: {reason}" if (reason := TEXT_ALONE.get(arch.architecture)) else ""
+            others = f"remove it, or take a model with a tower: {', '.join(towers)}"
+            fix = f"{named} {path} ({arch.architecture}) reads text alone{why}; {others}"
             raise ConfigError(problem(key, value, fix))
-        for name in ("patch", "merge", "frames"):
+        for name in ("patch", "merge", "frames", "tile"):
             if (theirs := getattr(arch.vision, name)) != (ours := getattr(first, name)):
                 fix = f"its tower differs from that of {config.learner} ({name} {theirs}, not {ours}): both see the same patches"
                 raise ConfigError(problem(named, path, fix))

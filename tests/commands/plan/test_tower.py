@@ -22,21 +22,23 @@ from tests.commands.plan.live import Live
 from tests.models.vision_cases import TOWERS, images_of, vision_arch, write_questions, write_vision_checkpoint
 
 TOWER = dict(depth=6, hidden_size=256, intermediate_size=512, num_heads=4, fullatt_block_indexes=[2, 5])
+SIZES = dict.fromkeys(TOWERS, TOWER)
+SIZES["internvl"] = dict(num_hidden_layers=6, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("towers")
     write_questions(folder)
-    for kind in TOWERS:
+    for kind in SIZES:
         write_vision_checkpoint(folder / kind, kind)
-    return {kind: images_of(folder / kind, folder / "questions.jsonl", folder / "cache").store for kind in TOWERS}
+    return {kind: images_of(folder / kind, folder / "questions.jsonl", folder / "cache").store for kind in SIZES}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", TOWERS)
+@pytest.mark.parametrize("kind", SIZES)
 def test_a_tower_holds_what_is_planned_within_a_tenth(stores, kind: str, dtype: torch.dtype) -> None:
-    vision, store = vision_arch(kind, **TOWER).vision, stores[kind]
+    vision, store = vision_arch(kind, **SIZES[kind]).vision, stores[kind]
     assert vision is not None
     tower, images = tower_of(vision, dtype), [0, 1, 2, 3] * 2
     patches = sum(rows * cols for rows, cols in map(store.grid, images))

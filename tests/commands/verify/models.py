@@ -94,6 +94,23 @@ MIXTRAL: dict[str, Any] = {
     "rope_theta": 1e6,
     "sliding_window": None,
 }
+# InternVL3-1B: InternViT-300M before Qwen2.5-0.5B.
+INTERNVL: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "model_type": "internvl",
+    "image_token_id": 151667,
+    "tie_word_embeddings": False,
+    "text_config": facts_of("Qwen2.5-0.5B-Instruct") | {"vocab_size": 151674, "tie_word_embeddings": False},
+    "vision_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "attention_bias": True,
+        "image_size": [448, 448],
+        "patch_size": [14, 14],
+    },
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": DEEPSEEK_7B,
@@ -114,6 +131,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": facts_of("Qwen2.5-VL-3B-Instruct"),
     "qwen3_vl": facts_of("Qwen3-VL-4B-Instruct"),
     "qwen3_vl_moe": VISION_30B_A3B,
+    "internvl": INTERNVL,
 }
 
 

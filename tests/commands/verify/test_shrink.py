@@ -138,7 +138,10 @@ def check_features(theirs: Any, small: Any) -> None:
         assert len({(one.gated, one.window is None, one.whole < one.depth) for one in shapes}) == 1
         for feature in ("merge", "frames", "interleaved"):
             assert getattr(small.vision, feature) == getattr(theirs.vision, feature), feature
-        assert bool(small.vision.deepstack) == bool(theirs.vision.deepstack) and len(small.vision.sections) == 3
+        assert bool(small.vision.tile) == bool(theirs.vision.tile)
+        assert bool(small.vision.deepstack) == bool(theirs.vision.deepstack) and len(small.vision.sections) == len(
+            theirs.vision.sections
+        )
         assert small.vision.image_token < small.vocab_size
     parameters = sum(math.prod(shape) for shape in hf_tensors(small).values())
     assert parameters < 1_000_000

@@ -21,6 +21,7 @@ from megappo.rollout.turn import Turn
 from megappo.rollout.types import EnvironmentFault
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import load_run_data
+from tests.models.any_families import write_any_checkpoint, write_composite
 from tests.models.checkpoints import write_checkpoint
 from tests.models.vision_cases import write_questions, write_vision_checkpoint
 
@@ -37,6 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processor = folder / "other pixels" / "preprocessor_config.json"
     processor.write_text(json.dumps(json.loads(processor.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
     write_checkpoint(folder / "text", "qwen3")
+    write_any_checkpoint(folder / "gemma3_text", "gemma3_text")
+    write_composite(folder / "gemma3", folder / "gemma3_text")
     write_checkpoint(folder / "judge", "qwen3", head="SequenceClassification", num_labels=1)
     return folder
 
@@ -90,6 +93,11 @@ def test_all_prompts_of_a_run_share_one_store(folder: Path) -> None:
         (
             {"critic__model": "other pixels"},
             "critic.model = .*has image_mean .0.1, 0.1, 0.1., that of policy .0.5, 0.4, 0.6.: both see the same pixels",
+        ),
+        (
+            {"policy__model": "gemma3"},
+            "policy.model .*gemma3 .Gemma3ForConditionalGeneration. reads text alone here: tokens of its images see those behind "
+            "them.*; remove it, or take a model with a tower: Qwen2_5_VL",
         ),
         ({"critic__model": "qwen2_5_vl"}, "critic.model = .*its tower differs from that of policy .patch 14, not 16."),
         (
@@ -185,6 +193,12 @@ def test_an_image_that_cannot_be_shown_names_environment_sample_and_reason(folde
     text = str(error.value)
     assert "environment game.py: step returned" in text and "turn 0 of sample" in text and "questions.jsonl#0 (sample 3)" in text
     assert "\n" not in text
+
+
+def test_a_model_with_a_tower_that_is_not_trained_reads_text(folder: Path) -> None:
+    """tests/engine/test_any_family.py trains and exports it."""
+    archs = check_run(config_of(folder, policy__model=str(folder / "gemma3"), data__image_key=None), 1, "cpu").archs
+    assert archs["policy"].vision is None and archs["policy"].family == "gemma3_text"
 
 
 def test_a_run_of_text_opens_no_images(folder: Path) -> None:
