@@ -148,7 +148,8 @@ def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], A
             del config.quantization_config
         config.architectures = [arch.architecture] if arch.own or arch.vision is not None else text["architectures"]
         config.tie_word_embeddings = arch.tied_embeddings
-        if arch.vision is not None and arch.vision.tile:  # whose language model vLLM builds of its own part
+        if arch.vision is not None and arch.vision.tile and hasattr(config, "text_config"):
+            # vLLM builds the language model of its own part, and first asks with an empty configuration.
             config.text_config.architectures = text["architectures"]
             config.text_config.tie_word_embeddings = arch.tied_embeddings
         if rope.llama_4_scaling is not None:
