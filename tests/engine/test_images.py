@@ -360,12 +360,23 @@ def test_exports_with_adapters_are_the_policy(folder: Path, found, kind: str, na
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "internvl"])
-def test_an_export_is_as_published(folder: Path, found, kind: str, engine: str) -> None:
+def test_an_export_of_experts_is_as_published(folder: Path, found, engine: str) -> None:
     """Of weights that no step changed: bit for bit the tensors of the source, which has one of all experts of a layer."""
-    source, export = (load_file(path / "model.safetensors") for path in (folder / kind, folder / f"{kind} policy {engine}"))
+    source, export = (
+        load_file(path / "model.safetensors") for path in (folder / "qwen3_vl_moe", folder / f"qwen3_vl_moe policy {engine}")
+    )
     assert source.keys() == export.keys() and any(one.dim() == 3 for one in export.values())
     assert all(torch.equal(one, export[name]) for name, one in source.items())
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_an_export_of_tiles_is_read_by_transformers(folder: Path, found, engine: str) -> None:
+    """Whole and with the same weights, under names other than those that it writes itself."""
+    model_class = KINDS["internvl"][1]
+    source = model_class.from_pretrained(folder / "internvl").state_dict()
+    export, report = model_class.from_pretrained(folder / f"internvl policy {engine}", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert all(torch.equal(one, export.state_dict()[name]) for name, one in source.items())
 
 
 @pytest.mark.parametrize("role", BOTH)
