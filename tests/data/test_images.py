@@ -80,7 +80,7 @@ def test_tiles_are_as_many_as_the_processor_says(folder: Path) -> None:
     settings = json.loads((folder / "internvl/preprocessor_config.json").read_text()) | {"crop_to_patches": True}
     found = {}
     for limit, most in ((None, 4), (3 * 32**2 + 5, 3), (32**2, 1)):
-        places = places_of(folder / "internvl")
+        places = places_of(folder / "internvl", read_arch(folder / "internvl"))
         store = open_images([open_source(str(file))], "images", None, places, limit, Cache(folder / "cache")).store
         processor: Any = GotOcr2ImageProcessorPil(**settings | {"max_patches": most})
         theirs = [4 * processor.get_number_of_image_patches(height, width) for width, height in sizes]
@@ -88,8 +88,15 @@ def test_tiles_are_as_many_as_the_processor_says(folder: Path) -> None:
         assert found[most] == theirs
     assert max(found[4]) == 5 * 4 and set(found[1]) == {4}
     with pytest.raises(ValueError, match="data.max_image_pixels 900 is less than the 1024 of"):
-        open_images([open_source(str(file))], "images", None, places_of(folder / "internvl"), 900, Cache(folder / "cache"))
-    other = replace(places_of(folder / "internvl"), tile=64)
+        open_images(
+            [open_source(str(file))],
+            "images",
+            None,
+            places_of(folder / "internvl", read_arch(folder / "internvl")),
+            900,
+            Cache(folder / "cache"),
+        )
+    other = replace(places_of(folder / "internvl", read_arch(folder / "internvl")), tile=64)
     with pytest.raises(ValueError, match="size.height 32 is not the 64 of config.json"):
         open_images([open_source(str(file))], "images", None, other, None, Cache(folder / "cache"))
 
