@@ -11,8 +11,7 @@ from megappo.models.weight_rules import CORRECTION, LATENT_LAYER, ROUTER, SHARED
 
 CORRECTED_EXPERTS = Experts(ROUTER, beside=(CORRECTION, *SHARED_EXPERTS))
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-_ONLY = {"rope_interleave": True, "rms_norm_eps": 1e-6}
-"""Values that the layers are made for. rms_norm_eps: transformers gives the norms of latents this one, vLLM the file's."""
+_LATENT_EPS = 1e-6
 
 
 def corrected_moe(values: Values) -> MoeArch:
@@ -36,9 +35,11 @@ def corrected_moe(values: Values) -> MoeArch:
 
 
 def _details(values: Values, arch: ModelArch) -> ModelArch:
-    for key, only in _ONLY.items():
-        if (found := values.get(key, only)) != only:
-            raise NotImplementedByFamilies(f"{key} {found!r} is not supported; only {only!r} is")
+    if (interleaved := values.get("rope_interleave", True)) is not True:
+        raise NotImplementedByFamilies(f"rope_interleave {interleaved!r} is not supported; only True is")
+    if (eps := values.get("rms_norm_eps", _LATENT_EPS)) != _LATENT_EPS:
+        readings = f"transformers gives the norms of latents {_LATENT_EPS}, vLLM the file's: only rollout.engine=megatron agrees"
+        raise NotImplementedByFamilies(f"rms_norm_eps {eps!r} is not supported ({readings})")
     if (chosen := values.get("index_topk")) is not None:
         readings = "vLLM's class has sparse attention by this key, transformers' has none"
         raise ValueError(f"index_topk {chosen} is not supported: {readings}; use DeepSeek-V3 or R1, whose attention is dense")
