@@ -100,6 +100,17 @@ def seeing_config(folder: Path, name: str) -> dict[str, Any]:
     return config
 
 
+TILED = "internvl"
+
+
+def tiled_config(folder: Path) -> dict[str, Any]:
+    """Of a model that sees an image in tiles, by a policy of tensor-parallel and a critic of pipeline ranks."""
+    config = seeing_config(folder, "seeing-megatron")
+    del config["teacher"], config["algorithm"]["distillation"]
+    layout = {"tp": 2, "sequence_parallel": True}
+    return set_keys(config, {"run.name": TILED, "policy.model": str(folder / TILED), "policy.parallel": layout})
+
+
 # Whose environment draws at run time.
 PLAYER = "qwen3_vl"
 
@@ -163,7 +174,7 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
     """Name of an interrupted run -> lines that its resume logs about what has changed."""
     said: dict[str, list[str]] = {}
     run_many(rank, [(config_of(folder, name, name), False) for name in RUNS])
-    run_many(rank, [(seeing_config(folder, name), False) for name in SEEING])
+    run_many(rank, [(config, False) for config in (*(seeing_config(folder, name) for name in SEEING), tiled_config(folder))])
     run_preferences(rank, [(pairs_config(folder, *one), False) for one in product(("dpo", "reward_model"), ("megatron", "fsdp2"))])
     with record_first_step(folder, rank):
         run_many(rank, [(playing_config(folder, "playing"), False)])
@@ -196,7 +207,8 @@ def task(tmp_path_factory) -> tuple[Path, dict[str, list[str]]]:
     write_questions(folder)
     write_pairs(folder)
     (folder / "letters.py").write_text(REWARD)
-    write_vision_checkpoint(folder / PLAYER, PLAYER)
+    for kind in (PLAYER, TILED):
+        write_vision_checkpoint(folder / kind, kind)
     # A quarter of all ids end a turn.
     (folder / PLAYER / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, *range(0, 256, 4)]}))
     return folder, spawn_world(run_all, 2, folder)[0]
@@ -287,6 +299,19 @@ def test_images_train_as_under_megatron(folder: Path) -> None:
     # A thumbnail for each picture, and none for the question without one.
     shown = {(len(set(one["prompt_tokens"]) & set(map(int, one["images"]))), len(one["images"])) for one in first}
     assert shown <= {(0, 0), (1, 1), (2, 2)} and len(shown) > 1
+
+
+def test_a_model_of_tiles_is_trained_and_sampled_alike(folder: Path) -> None:
+    """vLLM says what the trainer says of the same tokens and pictures, also after a push of the tower that was trained."""
+    found = rows(folder, TILED)
+    assert len(found) == STEPS and all(row["rollout/prob_diff_max"] < 1e-5 for row in found)
+    assert all(row[f"{role}/grad_norm"] > 0.1 for row in found for role in ("policy", "critic"))
+    start, end = (
+        transformers.InternVLForConditionalGeneration.from_pretrained(path)
+        for path in (folder / TILED, folder / "runs" / TILED / "export")
+    )
+    moved = {name.split(".")[1] for (name, one), other in zip(start.named_parameters(), end.parameters()) if not one.equal(other)}
+    assert {"vision_tower", "multi_modal_projector", "language_model"} <= moved, moved
 
 
 def test_pictures_of_an_environment_are_seen_as_by_transformers(folder: Path) -> None:
