@@ -276,6 +276,8 @@ class Run:
             return [file.read_bytes() for file in Path(path).glob("rollout-*.bin")]
 
         with engine.in_world():
+            if engine.replica.group is not None:
+                dist.barrier(engine.replica.group)  # the leader has ended the log of the run before, which the others read too
             path = log_of(self.name) if engine.replica.is_leader else None
         was_lost = bool(self.script) and [not one.joins for one in self.changes(folder) if replica in one.replicas][-1:] == [True]
         script = read_script(log_of(self.script), HEADER, was_lost=was_lost) if self.script else ()
