@@ -266,16 +266,19 @@ def key_of_images(images: PromptImages | None) -> dict[str, Any]:
     return {} if images is None else {"images": [images.key, images.store.name]}
 
 
-def with_markers(question: Any) -> Any:
-    """Return a list of chat messages with text contents: an image part of a content becomes a marker. Others stay as they are."""
+def with_markers(question: Any, name: str) -> Any:
+    """Return a list of chat messages with text contents: an image part of a content becomes a marker. Others stay as they are.
+    ValueError, which begins with `name`, for a part with a video."""
     if not isinstance(question, list) or not all(isinstance(message, Mapping) for message in question):
         return question
-    return [{**message, "content": _flat(message.get("content"))} for message in question]
+    return [{**message, "content": _flat(message.get("content"), name)} for message in question]
 
 
-def _flat(content: Any) -> Any:
+def _flat(content: Any, name: str) -> Any:
     if not isinstance(content, list):
         return content
+    if any(part and part.get("type") in ("video", "video_url") for part in content):
+        raise ValueError(f"{name}: a question shows a video, which is not read; give frames of it as images, or leave it out")
     parts = [MARKER if part.get("type") in ("image", "image_url") else part.get("text") for part in content if part]
     return "".join(parts) if all(isinstance(part, str) for part in parts) else content
 

@@ -199,7 +199,7 @@ _SETS: Mapping[type[Keys], type[PreferenceSet]] = {PairKeys: Pairs, ListKeys: Li
 def _encode(
     tokenizer: Tokenizer, rules: PreferenceRules, images: PromptImages | None, record: Record, name: str
 ) -> Iterator[tuple[list[int], str]]:
-    marked = record if images is None else {key: with_markers(value) for key, value in record.items()}
+    marked = record if images is None else {key: with_markers(value, name) for key, value in record.items()}
     question, sides = _question_and_sides(rules, marked, name)
     shown = [] if images is None else images.of_record(record, name)
     if rules.scored:

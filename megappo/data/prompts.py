@@ -178,7 +178,7 @@ def question_field(record: Record, key: str, option: str, name: str, *, has_imag
     has_images: contents may be lists of parts, of which those with an image become markers (`images.with_markers`)."""
     value = record_field(record, key, option, name)
     if has_images:
-        value = with_markers(value)
+        value = with_markers(value, f"{option}={key}: {name}")
     if isinstance(value, str):
         return value
     if is_messages(value):
