@@ -72,9 +72,10 @@ class Decoder:
         arch = self.arch
         always = chosen = 0.0
         for layer in range(arch.num_layers):
-            attention, mlp = layer_weights(arch, arch.kind(layer))
-            always += attention + (0 if arch.kind(layer).sparse else mlp)
-            if arch.moe is not None and arch.kind(layer).sparse:
+            kind = arch.kind(layer)
+            attention, mlp = layer_weights(arch, kind)
+            always += attention + (0 if kind.sparse else mlp)
+            if arch.moe is not None and kind.sparse:
                 chosen += mlp * arch.moe.num_experts / arch.moe.top_k
         share = chosen / (always + chosen)
         return self.memory.weights * (1 - share), self.memory.weights * share

@@ -302,7 +302,7 @@ def _stored_pass(
     times["host"] = (
         (len(layers) + layout.vpp) * hardware.layer_overhead_us + num_sparse * hardware.sparse_layer_overhead_us
     ) * 1e-6
-    talk = _communication(arch, layout, stage, layers, mine, itemsize, load, hardware)
+    talk = _communication(arch, layout, stage, (len(layers), num_sparse), mine, itemsize, load, hardware)
     forward: dict[Part, float] = {**times, **talk.forward}
     backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}
     backward["attention"] = hardware.attention_backward * times["attention"]
@@ -347,20 +347,20 @@ def _communication(
     arch: ModelArch,
     layout: ParallelLayout,
     stage: int,
-    layers: list[int],
+    layers: tuple[int, int],
     tokens: float,
     itemsize: int,
     load: float,
     hardware: Hardware,
 ) -> Pass:
-    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank. load: of the rank
-    with the most rows of experts."""
+    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. layers: all, and those with experts.
+    tokens: of this rank. load: of the rank with the most rows of experts."""
+    num_layers, num_sparse = layers
     links, ranks_per_node = Links.of(hardware), hardware.gpus_per_node
     forward: dict[Part, float] = {}
     backward: dict[Part, float] = {}
     hidden = tokens * arch.hidden_size * itemsize
     sequence_shards = layout.tp if layout.sequence_parallel else 1
-    num_sparse = sum(count for kind, count in arch.count_kinds(layers).items() if kind.sparse)
     if layout.tp > 1:
         group = span(layout, "tp", ranks_per_node)
         # Two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
@@ -368,7 +368,7 @@ def _communication(
         # section 4.2.2).
         half = links.gather_s(group, hidden)  # half of an all-reduce
         shared = arch.moe is not None and arch.moe.shared_size > 0
-        blocks = 2 * len(layers) - (0 if shared else num_sparse)  # attention, and a dense MLP or shared experts
+        blocks = 2 * num_layers - (0 if shared else num_sparse)  # attention, and a dense MLP or shared experts
         ends = (stage == 0) + 2 * (stage == layout.pp - 1)  # embedding; log-probs gather and reduce hidden states
         forward["tp"] = half * (2 * blocks + ends)
         backward["tp"] = half * (2 * blocks + ends + (blocks if layout.sequence_parallel else 0))
@@ -378,7 +378,7 @@ def _communication(
         heads, kv_heads = arch.num_heads // layout.tp, max(arch.as_held(layout.tp).num_kv_heads // layout.tp, layout.cp)
         row = arch.key_dim * itemsize  # of a value too, which latent attention pads
         each = links.all_to_all_s(group, tokens * (heads + 2 * kv_heads) * row) + links.all_to_all_s(group, tokens * heads * row)
-        forward["cp"] = backward["cp"] = each * len(layers)
+        forward["cp"] = backward["cp"] = each * num_layers
     if num_sparse and layout.ep * layout.etp > 1:
         assert arch.moe is not None
         # Rows go to their experts and back (Megatron-core's all-to-all dispatcher), gathered and reduced over etp.
