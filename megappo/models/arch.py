@@ -76,6 +76,10 @@ class MoeArch:
         return self.clamp is not None
 
 
+LATENT_EPS = 1e-6
+"""Of the norms of compressed queries, keys and values, in transformers whatever rms_norm_eps is."""
+
+
 class Latent(NamedTuple):
     """Multi-head latent attention (arXiv:2405.04434): ranks of the compressed queries (None: not compressed) and of keys with
     values; channels of a head's query and key without position and with it (one such key for all heads), and of its value."""

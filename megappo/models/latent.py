@@ -18,12 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megappo.models.arch import Latent
+from megappo.models.arch import LATENT_EPS, Latent
 from megappo.models.attention import PackedAttention, PackedSequences
 from megappo.models.rope import deinterleaved, rotate
-
-LATENT_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values, in transformers whatever rms_norm_eps is."""
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megappo.models.arch import Latent, ModelArch, MoeArch
+from megappo.models.arch import LATENT_EPS, Latent, ModelArch, MoeArch
 from megappo.models.family import Experts, Family, NotImplementedByFamilies, Values, read_moe
 from megappo.models.weight_rules import CORRECTION, LATENT_LAYER, ROUTER, SHARED_EXPERTS
 
 CORRECTED_EXPERTS = Experts(ROUTER, beside=(CORRECTION, *SHARED_EXPERTS))
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-_LATENT_EPS = 1e-6
 
 
 def corrected_moe(values: Values) -> MoeArch:
@@ -37,8 +36,8 @@ def corrected_moe(values: Values) -> MoeArch:
 def _details(values: Values, arch: ModelArch) -> ModelArch:
     if (interleaved := values.get("rope_interleave", True)) is not True:
         raise NotImplementedByFamilies(f"rope_interleave {interleaved!r} is not supported; only True is")
-    if (eps := values.get("rms_norm_eps", _LATENT_EPS)) != _LATENT_EPS:
-        readings = f"transformers gives the norms of latents {_LATENT_EPS}, vLLM the file's: only rollout.engine=megatron agrees"
+    if (eps := values.get("rms_norm_eps", LATENT_EPS)) != LATENT_EPS:
+        readings = f"transformers gives the norms of latents {LATENT_EPS}, vLLM the file's: only rollout.engine=megatron agrees"
         raise NotImplementedByFamilies(f"rms_norm_eps {eps!r} is not supported ({readings})")
     if (chosen := values.get("index_topk")) is not None:
         readings = "vLLM's class has sparse attention by this key, transformers' has none"
