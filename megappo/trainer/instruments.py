@@ -413,11 +413,8 @@ class Instruments:
         model = self._models.get(REWARD_MODEL)
         if model is None:
             return None
-        lengths, shown = (
-            torch.tensor(record.scored.model_lengths, dtype=torch.long),
-            self.shown(REWARD_MODEL, record.experience.batch),
-        )
-        own = model.forward(lengths, shown)
+        lengths = torch.tensor(record.scored.model_lengths, dtype=torch.long)
+        own = model.forward(lengths, self.shown(REWARD_MODEL, record.experience.batch))
         flops, tokens = total(torch.tensor([own.flops, own.tokens])).tolist()
         return Work(flops, 0, tokens)
 

@@ -35,10 +35,12 @@ def shown_by_keys(config: TrainConfig, arch: ModelArch) -> Shown | None:
         return None
     largest = None if data.max_image_pixels is None else _largest(vision, data.max_image_pixels)
     if data.image_key is None:
-        return _with_answers(config, Shown(0, "none in the data"), largest)
-    if largest is not None and largest < data.max_prompt_tokens:
-        return _with_answers(config, Shown(largest, "one image of data.max_image_pixels; the data may have more"), largest)
-    return _with_answers(config, Shown(data.max_prompt_tokens, "all of data.max_prompt_tokens"), largest)
+        prompt = Shown(0, "none in the data")
+    elif largest is not None and largest < data.max_prompt_tokens:
+        prompt = Shown(largest, "one image of data.max_image_pixels; the data may have more")
+    else:
+        prompt = Shown(data.max_prompt_tokens, "all of data.max_prompt_tokens")
+    return _with_answers(config, prompt, largest)
 
 
 def _largest(vision: VisionArch, pixels: int) -> int:

@@ -78,9 +78,9 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
         for is_set, what in beside:
             if is_set:
                 raise ConfigError(problem(key, value, f"images with {what} are not there; remove one of the two"))
-    first = archs[config.learner].vision
+    first, paths = archs[config.learner].vision, model_paths(config)
     for role, arch in archs.items():
-        named, path = model_paths(config)[role]
+        named, path = paths[role]
         if arch.vision is None or first is None:
             towers = dict.fromkeys(family.architecture for family in VISION_FAMILIES.values())
             why = f" here: {reason}" if (reason := TEXT_ALONE.get(arch.architecture)) else ""
@@ -91,9 +91,8 @@ def check_images(config: AnyConfig, archs: Mapping[str, ModelArch]) -> None:
             if (theirs := getattr(arch.vision, name)) != (ours := getattr(first, name)):
                 fix = f"its tower differs from that of {config.learner} ({name} {theirs}, not {ours}): both see the same patches"
                 raise ConfigError(problem(named, path, fix))
-        of_learner = model_paths(config)[config.learner][1]
         for name in ("image_mean", "image_std"):
-            theirs, ours = (_processor_key(folder, name) for folder in (path, of_learner))
+            theirs, ours = (_processor_key(folder, name) for folder in (path, paths[config.learner][1]))
             if None not in (theirs, ours) and theirs != ours:
                 fix = f"its preprocessor_config.json has {name} {theirs}, that of {config.learner} {ours}: both see the same pixels"
                 raise ConfigError(problem(named, path, fix))
