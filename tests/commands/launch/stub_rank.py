@@ -45,7 +45,9 @@ if __name__ == "__main__":
         if rank == 1:
             time.sleep(0.5)  # the others are asleep by then, as they would be in a collective
             raise RuntimeError("the culprit")
-        time.sleep(600)
+        for _ in range(6000):
+            Path(os.environ[ATTEMPT_DIR], f"rank-{rank}.lives").touch()
+            time.sleep(0.1)
     if os.environ["STUB"] == "rank 1 fails after a checkpoint" and rank == 0:
         save(1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
         time.sleep(600)
