@@ -22,10 +22,16 @@ from tests.rewards.samples import sample, scores
 CODE = """
 import os, sys, time
 from megappo.rewards.base import UnusableAnswer
+def meet(folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    for _ in range(600):
+        if len(os.listdir(folder)) == 2: return
+        time.sleep(0.1)
+    raise TimeoutError("nobody else is at work")
 def score(s, base):
     print("a line that is no reply")
     if s.response == "pid": return os.getpid()
-    if s.response == "slow": time.sleep(0.3)
+    if s.response.startswith("meet "): meet(s.response.removeprefix("meet "))
     if s.response == "hang":
         if os.fork() == 0: time.sleep(600)
         while True: pass
@@ -63,9 +69,9 @@ def test_workers_score_what_the_rank_would(tmp_path: Path) -> None:
         found = scores(scorer, [sample(text) for text in ("a", "none", "unusable", "ccc", "stdin")])
         assert str(found.total) == "[11.0, nan, nan, 13.0, 0.0]" and found.no_verdict == ["", "undecided", "unusable", "", ""]
         assert str(found.parts["mine.score.tokens"]) == "[0.0, nan, nan, 0.0, 0.0]" and max(found.seconds["mine.score"]) > 0
-        start = time.monotonic()
-        assert scores(scorer, [sample("slow")] * 4).total == [14] * 4
-        assert time.monotonic() - start < 1.1, "0.6 s in pairs, 1.2 s one by one"
+        (tmp_path / "both").mkdir()
+        both = sample(f"meet {tmp_path / 'both'}")
+        assert scores(scorer, [both] * 4).total == [10 + len(both.response)] * 4, "at the same time"
         workers = {scores(scorer, [sample("pid")]).total[0] for _ in range(8)}
         assert 1 <= len(workers) <= 2 and os.getpid() not in workers
         assert len(children() - before) == 2
@@ -77,7 +83,7 @@ def test_workers_score_what_the_rank_would(tmp_path: Path) -> None:
     [
         (
             "raise",
-            r"rule mine.score raised ZeroDivisionError: division by zero \(mine.py:15\); sample t#7, response 'raise'",
+            r"rule mine.score raised ZeroDivisionError: division by zero \(mine.py:21\); sample t#7, response 'raise'",
         ),
         ("exit", "raised SystemExit: 3"),
         ("odd", "returned function, which cannot be sent to the rank: "),

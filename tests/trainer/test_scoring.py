@@ -242,12 +242,8 @@ def test_early_rewards_are_the_same_to_the_last_bit_and_in_the_same_order(ranks:
 
 def test_what_no_worker_had_begun_is_scored_by_the_owners(ranks: list[dict[str, Any]]) -> None:
     """All responses come at once on rank 0: its one worker does not score them for both ranks."""
-    ran = [rank["streaming"]["all at the end"] for rank in ranks]
-    calls = [one["calls"] for one in ran]
+    calls = [rank["streaming"]["all at the end"]["calls"] for rank in ranks]
     assert calls == pytest.approx([SHARE, SHARE], abs=SHARE / 2) and sum(calls) == 2 * SHARE
-    # By the clock of the control, which this machine makes as slow.
-    second_s = ranks[0]["streaming"]["plain"]["seconds"] / (2 * SHARE * POLL_S + SHARE * REWARD_S)
-    assert ran[0]["seconds"] < 1.8 * SHARE * REWARD_S * second_s, "one worker for all takes twice as long"
 
 
 def test_an_early_failure_ends_the_step_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
