@@ -143,8 +143,9 @@ def _begin(run: Callable[[list[str]], None], words: list[str], folder: str, envi
 
 
 def _turn_to(output: str | Path, errors: str | Path, environment: Mapping[str, str]) -> None:
-    for descriptor, name in ((1, output), (2, errors)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+    # A pipe for both is opened once: who reads it may take its name away as soon as it is open.
+    os.dup2(1 if errors == output else os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
 
