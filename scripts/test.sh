@@ -51,8 +51,6 @@ if [ -z "$quick" ] && needs_cuda_torch "$@"; then
 fi
 # Hundreds of processes import megappo: they compile it once.
 unset PYTHONDONTWRITEBYTECODE
-# One thread per process: the worlds of the tests are several processes on few cores.
-export OMP_NUM_THREADS=1
 code=0
 "$venv/bin/python" -m pytest -q -n "$workers" --no-loadscope-reorder ${quick:+--quick} "${@:-tests}" || code=$?
 [ -z "$build" ] || wait "$build"

@@ -33,6 +33,9 @@ FIRST += ("rollout", "ops", "checkpoint", "telemetry", "models")
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
+# The worlds of the tests are several processes on few cores, and last bits are those of a number of threads. Before torch comes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The process that hands tests to pytest-xdist's workers: it runs none, and they wait until it has read this file.
 IS_CONTROLLER = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
 

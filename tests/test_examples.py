@@ -29,9 +29,8 @@ def said_by(done: subprocess.CompletedProcess) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def this_tree() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
 

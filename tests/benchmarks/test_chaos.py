@@ -65,7 +65,6 @@ class Forked:
 
 
 def test_a_run_under_faults_ends_with_the_bits_of_a_clean_one(task, capfd, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(live, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=None, PIPE=None, STDOUT=None))
     arguments = [str(task / "small.yaml"), "--faults", str(len(FAULTS)), "--kinds", ",".join(FAULTS), "--seed", "3"]
     code = chaos.main([*arguments, "--clean", str(task / "runs" / "clean")])

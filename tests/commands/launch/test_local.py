@@ -241,7 +241,6 @@ def test_restarts_end_where_another_one_is_no_use(
     world(words)
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
     monkeypatch.setattr(processes, "ForkedProcesses", Unfit)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = tmp_path / "run"
     record = run_dir / "launch" / "001"
     record.mkdir(parents=True)
@@ -254,7 +253,6 @@ def test_restarts_end_where_another_one_is_no_use(
 def test_a_failure_is_recorded_in_the_run_that_had_begun(world, tmp_path: Path, monkeypatch, began: bool) -> None:
     world("raise sleep")
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if began:
         (tmp_path / "config.yaml").touch()  # rank 0 has taken the directory
     assert training.train_here(2, ["train"], tmp_path) == 1
@@ -267,7 +265,6 @@ def test_a_failure_is_recorded_in_the_run_that_had_begun(world, tmp_path: Path, 
 def test_a_job_of_one_rank_leaves_its_evidence_where_the_job_script_looks(world, tmp_path: Path, monkeypatch) -> None:
     world("raise")
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "attempt-0"
     folder.mkdir()
     monkeypatch.setenv(ATTEMPT_DIR, str(folder))
@@ -281,7 +278,6 @@ def test_a_disk_that_has_gone_keeps_the_code_of_the_failure(world, tmp_path: Pat
     world("raise sleep")
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
     monkeypatch.setattr(processes, "ForkedProcesses", Unfit)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = tmp_path / "run"
     record = run_dir / "launch" / "001"
     record.mkdir(parents=True)

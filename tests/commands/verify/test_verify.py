@@ -27,7 +27,6 @@ algorithm: {{mini_batch_size: 128, bootstrap_truncated: true}}
 def outside_a_launcher(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
