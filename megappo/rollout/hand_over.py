@@ -23,14 +23,14 @@ def give_responses(
     shares: list[list[Response]] = [[] for _ in range(training_ranks)]
     for response in responses:
         shares[_owner(response.number, count, training_ranks)].append(response)
-    return exchanged_by_rank({rank: packed(dict(figures), {}, share) for rank, share in enumerate(shares)} | dict(copies))
+    return exchanged_by_rank({rank: packed((dict(figures), share)) for rank, share in enumerate(shares)} | dict(copies))
 
 
 def take_responses() -> tuple[list[Response], list[Figures]]:
     """Return this training rank's responses, by number, and the figures of every replica."""
     parts = [unpacked(part) for _, part in sorted(exchanged_by_rank({}).items())]
-    responses = [response for _, _, share in parts for response in share]
-    return sorted(responses, key=lambda one: one.number), [figures for figures, _, _ in parts]
+    responses = [response for _, share in parts for response in share]
+    return sorted(responses, key=lambda one: one.number), [figures for figures, _ in parts]
 
 
 def take_snapshots(leaders: Sequence[int]) -> dict[int, bytes]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy
 
-from megappo.rollout.types import Context, Ids, KeptIds, Played, Response, Routes, Segment, joined
+from megappo.rollout.types import Context, KeptIds, Played, Response, Routes, Segment
 from megappo.rollout.vllm_outputs import Drawn, Episode
-
-_COLUMNS = {"tokens": numpy.int32, "logprobs": numpy.float32, "counts": numpy.int32, "ids": numpy.int32, "routes": numpy.uint8}
 
 
 @dataclass(frozen=True)
@@ -32,121 +31,63 @@ class Snapshot:
     is_dealt_anew: bool = False
 
     def encoded(self) -> bytes:
-        of = [self.replica, self.num_evaluations, self.engine_step, self.num_events, self.is_dealt_anew]
-        return packed(of, self.running, self.finished)
+        return packed(replace(self, running=tuple(self.running.items())))
 
     @classmethod
     def decoded(cls, data: bytes) -> Snapshot:
-        (replica, num_evaluations, engine_step, num_events, *is_dealt_anew), running, finished = unpacked(data)
-        return cls(replica, num_evaluations, engine_step, num_events, running, finished, any(is_dealt_anew))
+        found: Snapshot = unpacked(data)
+        return replace(found, running=dict(found.running))
 
 
-def packed(about: Any, running: Mapping[int, Drawn], finished: Sequence[Response]) -> bytes:
-    """Return JSON and columns of all tokens, nothing pickled. about: JSON value that goes with them. running, finished: as in
-    `Snapshot`."""
+def packed(value: Any) -> bytes:
+    """Return JSON and a column of all arrays of each dtype, nothing pickled. value: JSON values, arrays, and the classes of _KINDS;
+    a list comes back as a tuple."""
     to = _Writer()
-    facts = {
-        "about": about,
-        "running": [(number, to.drawn(drawn)) for number, drawn in running.items()],
-        "finished": [to.response(one) for one in finished],
-    }
+    facts = json.dumps(to.json(value), separators=(",", ":"))
+    arrays = {name: numpy.concatenate(parts) for name, parts in to.columns.items()}
     file = io.BytesIO()
-    arrays = {name: joined(to.columns[name], dtype) for name, dtype in _COLUMNS.items()}
-    arrays["facts"] = numpy.frombuffer(json.dumps(facts).encode(), numpy.uint8)
-    numpy.savez(file, allow_pickle=False, **arrays)
+    numpy.savez(file, allow_pickle=False, **arrays, facts=numpy.frombuffer(facts.encode(), numpy.uint8))
     return file.getvalue()
 
 
-def unpacked(data: bytes) -> tuple[Any, dict[int, Drawn], list[Response]]:
-    """Return the arguments of `packed`. ValueError if the bytes are something else."""
+def unpacked(data: bytes) -> Any:
+    """Return the argument of `packed`. ValueError if the bytes are something else."""
     with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
-        facts: Any = json.loads(file["facts"].tobytes())
-        of = _Reader({name: file[name] for name in _COLUMNS})
-    running = {number: of.drawn(*fields) for number, fields in facts["running"]}
-    return facts["about"], running, [of.response(*fields) for fields in facts["finished"]]
+        columns = {name: file[name] for name in file.files}
+    return _Reader(columns).value(json.loads(columns.pop("facts").tobytes()))
+
+
+_KINDS = {kind.__name__: kind for kind in (Context, Drawn, Episode, KeptIds, Played, Response, Routes, Segment, Snapshot)}
 
 
 class _Writer:
-    """Puts arrays at the ends of the columns; returns JSON of all else, which `_Reader` takes in the same order."""
+    """Puts arrays at the ends of the columns; returns JSON of all else, which `_Reader` takes in the same order. A list begins with
+    the dtype of an array, before its shape, with a name of _KINDS, before the fields, or with "", before the items of a tuple."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[numpy.ndarray]] = {name: [] for name in _COLUMNS}
+        self.columns: dict[str, list[numpy.ndarray]] = {}
 
-    def drawn(self, one: Drawn) -> list:
-        of_turn, episode = self._segments(one.segments, KeptIds.joined(one.kept)), one.episode
-        if episode is None:
-            return [*of_turn, None]
-        before, turn = self.response(episode.before), None if episode.turn is None else self.response(episode.turn)
-        return [*of_turn, [before, turn, self._ids(episode.observation)]]
-
-    def response(self, one: Response) -> list:
-        contexts = [[self._ids(context.prompt), *self._segments(context.segments, context.kept)] for context in one.contexts]
-        played = None if one.played is None else list(vars(one.played).values())
-        last = [self._ids(one.prompt), *self._segments(one.segments, one.kept)]
-        return [one.number, one.finish, contexts, last, one.fault, played, one.verdicts, self._routes(one.routes)]
-
-    def _routes(self, routes: Routes | None) -> list[int] | None:
-        if routes is None:
-            return None
-        self.columns["routes"].append(numpy.ascontiguousarray(routes.experts).view(numpy.uint8).reshape(-1))
-        return [routes.first, *routes.experts.shape, routes.experts.itemsize]
-
-    def _segments(self, segments: Sequence[Segment], kept: KeptIds | None) -> list:
-        facts = [(self._ids(one.tokens), one.logprobs is not None, one.version) for one in segments]
-        self.columns["logprobs"] += [one.logprobs for one in segments if one.logprobs is not None]
-        if kept is not None:
-            self.columns["counts"].append(kept.counts)
-            self.columns["ids"].append(kept.ids)
-        return [facts, None if kept is None else (len(kept.counts), len(kept.ids))]
-
-    def _ids(self, ids: Ids | None) -> int | None:
-        if ids is None:
-            return None
-        self.columns["tokens"].append(ids)
-        return len(ids)
+    def json(self, value: Any) -> Any:
+        if isinstance(value, numpy.ndarray):
+            self.columns.setdefault(value.dtype.name, []).append(value.reshape(-1))
+            return [value.dtype.name, *value.shape]
+        if is_dataclass(value) or isinstance(value, Drawn):
+            fields = value if isinstance(value, Drawn) else vars(value).values()
+            return [type(value).__name__, *map(self.json, fields)]
+        return ["", *map(self.json, value)] if isinstance(value, list | tuple) else value
 
 
 class _Reader:
     def __init__(self, columns: Mapping[str, numpy.ndarray]) -> None:
         self._columns, self._taken = columns, dict.fromkeys(columns, 0)
 
-    def drawn(self, segments: Any, kept: Any, of_episode: Any) -> Drawn:
-        of_turn, ids = self._segments(segments, kept)
-        episode = None
-        if of_episode is not None:
-            before, turn, observation = of_episode
-            last = self.response(*before), None if turn is None else self.response(*turn)
-            episode = Episode(*last, self._ids(observation))
-        return Drawn(of_turn, () if ids is None else (ids,), episode)
-
-    def response(
-        self, number: int, finish: Any, contexts: Any, last: Any, fault: str | None, played: Any, verdicts: Any, routes: Any
-    ) -> Response:
-        earlier = tuple(Context(self._take("tokens", prompt), *self._segments(*of)) for prompt, *of in contexts)
-        prompt = self._ids(last[0])
-        segments, kept = self._segments(*last[1:])
-        if played is not None:
-            turns, seconds, *rest = played
-            played = Played(turns, tuple(seconds), *rest)
-        return Response(number, segments, finish, kept, earlier, prompt, fault, played, self._routes(routes), verdicts)
-
-    def _routes(self, facts: Any) -> Routes | None:
-        if facts is None:
-            return None
-        first, rows, width, size = facts
-        experts = self._take("routes", rows * width * size).view(numpy.uint8 if size == 1 else numpy.int16)
-        return Routes(first, experts.reshape(rows, width))
-
-    def _segments(self, segments: Any, kept: Any) -> tuple[tuple[Segment, ...], KeptIds | None]:
-        found = tuple(
-            Segment(self._take("tokens", length), self._take("logprobs", length) if sampled else None, version)
-            for length, sampled, version in segments
-        )
-        return found, None if kept is None else KeptIds(self._take("counts", kept[0]), self._take("ids", kept[1]))
-
-    def _ids(self, length: int | None) -> Ids | None:
-        return None if length is None else self._take("tokens", length)
-
-    def _take(self, name: str, count: int) -> numpy.ndarray:
-        self._taken[name] += count
-        return self._columns[name][self._taken[name] - count : self._taken[name]]
+    def value(self, facts: Any) -> Any:
+        if not isinstance(facts, list):
+            return facts
+        kind, *of = facts
+        if kind in self._columns:
+            start = self._taken[kind]
+            self._taken[kind] += math.prod(of)
+            return self._columns[kind][start : self._taken[kind]].reshape(of)
+        fields = tuple(map(self.value, of))
+        return _KINDS[kind](*fields) if kind else fields

@@ -41,7 +41,6 @@ from megappo.trainer.extras import (
     Extra,
     GreedyBaseline,
     Histograms,
-    RefreshedReference,
     ReplicaChecks,
     Trajectories,
 )
@@ -157,25 +156,25 @@ def checkpoints_of(
 # ------------------------------------------------------------------------------------------------------------------- loops
 
 
-def refresh_of(config: TrainConfig, models: Models) -> ReferenceRefresh:
+def refresh_of(config: TrainConfig, models: Models, log: RunLog) -> ReferenceRefresh:
     """Build the refresh of the reference. Collective over the world if its layout differs from the policy's."""
     section, roles, average = config.reference, models.roles, models.average
     assert section.refresh is not None, "built for a reference that is refreshed"
     policy = roles.engines.get("policy")
     reference = None if roles.reference is None else roles.reference.engine
     alike = all(getattr(section, part) == getattr(config.policy, part) for part in ("engine", "parallel", "ranks"))
-    if REFERENCE not in roles.placements or alike:
-        return ReferenceRefresh(section.refresh, policy, reference, average)
-    copied = average if section.refresh.source == "ema" else None
-    sync = refresh_sync(place_of_policy(config), policy, copied, reference, roles.placements[REFERENCE], models.device)
-    return ReferenceRefresh(section.refresh, policy, reference, average, sync)
+    sync = None
+    if REFERENCE in roles.placements and not alike:
+        copied = average if section.refresh.source == "ema" else None
+        sync = refresh_sync(place_of_policy(config), policy, copied, reference, roles.placements[REFERENCE], models.device)
+    return ReferenceRefresh(section.refresh, policy, reference, average, sync, log.note)
 
 
 def build_ppo(
     config: TrainConfig, data: RunData, models: Models, rollout: RolloutEngine, run: Run, kl_controller: KLController
 ) -> PPO:
     """Build the PPO loop with the extras of the configuration. Collective over the world if the reference is refreshed."""
-    refresh = refresh_of(config, models) if config.reference.refresh is not None else None
+    refresh = refresh_of(config, models, run.log) if config.reference.refresh is not None else None
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
     sampling = replace(sampling, record_experts=recorded_experts(config))
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
@@ -216,7 +215,7 @@ def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRef
     if config.run.replica_check_every:
         found.append(ReplicaChecks(models.roles, run.steps, config.run.replica_check_every))
     if refresh is not None:
-        found.append(RefreshedReference(refresh, run.log))
+        found.append(refresh)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -18,16 +18,17 @@ from megappo.data.images import ImageStore
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import arch_for
-from megappo.parallel.consensus import on_rank_zero
+from megappo.parallel.consensus import on_rank_zero, told_by
 from megappo.parallel.layout import Placement, layout_of, placement_of
 from megappo.parallel.shares import Shares, shares_of
+from megappo.parallel.totals import place_in_world
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.prepare.checkpoint_source import critic_source
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel, Teacher
 
+T = TypeVar("T")
 Role = LanguageModel | Critic | RewardModel
-
 
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": lambda config, engine: Policy(engine, _temperature(config), config.algorithm, config.policy.logits_dtype),
@@ -75,8 +76,12 @@ class Roles:
     shares: Mapping[str, Shares]
     """Division of a batch by role."""
 
-    def trains(self, name: str) -> bool:
-        return name in self.trained
+    def told(self, name: str, mine: T | None) -> T:
+        """Return what the ranks of a role have, which is None elsewhere, on every rank. Collective over the world."""
+        members = self.shares[name].members
+        if sum(map(len, members)) < place_in_world()[1]:
+            mine = told_by(members[0][0], mine)
+        return cast(T, mine)
 
     @property
     def critics(self) -> tuple[str, ...]:

@@ -38,7 +38,6 @@ from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import critics_in
 from megappo.trainer.experience.collect import SampleRequests, collect, share_pictures
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.rounds import Round, Sampler
 from megappo.trainer.run import Steps
@@ -306,19 +305,6 @@ class ReplicaChecks(Extra):
         if self._steps.is_due(step, self._every):
             with timers.stage("check_replicas"):
                 self._check()
-
-
-class RefreshedReference(Extra):
-    """Refreshes the reference by `reference.refresh.every` and `reference.refresh.above_kl`."""
-
-    def __init__(self, refresh: ReferenceRefresh, log: RunLog) -> None:
-        self._refresh, self._log = refresh, log
-
-    def after_step(self, record: StepRecord) -> None:
-        """Copy the weights into the reference if due. Collective over the world."""
-        if self._refresh.is_due(record.step, record.kl_per_response()):
-            self._refresh.copy(record.step)
-            self._log.note(f"reference: refreshed from the {self._refresh.source} after step {record.step}")
 
 
 class Trajectories(Extra):

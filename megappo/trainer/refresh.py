@@ -3,7 +3,7 @@ shard; otherwise rectangles of Hugging Face tensors are sent (`bridge/sync.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,14 +18,17 @@ from megappo.engine.base import Engine
 from megappo.parallel.layout import Placement
 from megappo.rollout.build import PolicyPlace
 from megappo.trainer.average import PolicyAverage, parameters_to_change
+from megappo.trainer.extras import Extra
+from megappo.trainer.step_record import StepRecord
 
 REFERENCE = "reference"
 """Name of a refreshed reference among the models of a checkpoint."""
 
 
-class ReferenceRefresh:
-    """Copies weights into the reference. policy, reference: None on ranks without them. average: None unless it is the source.
-    sync: transfer to a reference with another layout; None if ranks and parameters match the policy's, up to dtype."""
+class ReferenceRefresh(Extra):
+    """Copies weights into the reference by `reference.refresh.every` and `reference.refresh.above_kl`. policy, reference: None on
+    ranks without them. average: None unless it is the source. sync: transfer to a reference with another layout; None if ranks and
+    parameters match the policy's, up to dtype. note: tells the log."""
 
     def __init__(
         self,
@@ -33,16 +36,18 @@ class ReferenceRefresh:
         policy: Engine | None,
         reference: Engine | None,
         average: PolicyAverage | None,
-        sync: WeightSync | None = None,
+        sync: WeightSync | None,
+        note: Callable[[str], None],
     ) -> None:
         self._settings, self._policy, self._reference, self._sync = settings, policy, reference, sync
-        self._average = average if settings.source == "ema" else None
-        self.source = settings.source
+        self._average, self._note = average if settings.source == "ema" else None, note
 
-    def is_due(self, step: int, kl_per_response: float) -> bool:
-        """Return True if the reference is refreshed after `step`. kl_per_response: of the step, in nats."""
-        every, above = self._settings.every, self._settings.above_kl
-        return (every is not None and step % every == 0) or (above is not None and kl_per_response > above)
+    def after_step(self, record: StepRecord) -> None:
+        """Copy the weights into the reference if due. Collective over the world."""
+        step, every, above = record.step, self._settings.every, self._settings.above_kl
+        if (every is not None and step % every == 0) or (above is not None and record.kl_per_response() > above):
+            self.copy(step)
+            self._note(f"reference: refreshed from the {self._settings.source} after step {step}")
 
     def copy(self, step: int) -> None:
         """Copy the weights after `step` into the reference. Collective over the world."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +15,7 @@ from megappo.data.examples import Examples
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, PassResult, StepResult
 from megappo.engine.losses import LossOutput
-from megappo.parallel.consensus import told_by
-from megappo.parallel.totals import place_in_world, total
+from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric, of_kind
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
@@ -30,7 +29,6 @@ from megappo.trainer.prepare.supervised import SupervisedData
 from megappo.trainer.run import Run, StepLoop
 from megappo.trainer.step_totals import expert_metrics
 
-T = TypeVar("T")
 KINDS: dict[str, type[Kind[Any]]] = {"sft": Sft, "reward_model": RewardTraining, "dpo": Dpo}
 """Kind -> its class. A new one needs an entry here, in `config.supervised.KINDS`, `prepare.supervised.READERS` and
 `commands.sft.COMMANDS`."""
@@ -114,7 +112,7 @@ class Supervised(StepLoop):
 
         with timers.stage("update_policy"):  # 6
             self.checkpoints.begin_updates()
-            update = self.told(self.update(share, batch, count))
+            update = self.roles.told(self.config.learner, self.update(share, batch, count))
 
         self.replicas.before_push(step, timers)
 
@@ -140,14 +138,6 @@ class Supervised(StepLoop):
         """Return further arguments of a pass: the fields that it reads, and the examples of several sequences."""
         reads = (*self.kind.reads, *getattr(self.kind.role, "sampling_fields", ()))
         return {"reads": reads, **({"together": share.together} if share.together else {})}
-
-    def told(self, mine: T | None) -> T:
-        """Return the result of the ranks of the role that learns on every rank. Collective over the world."""
-        members = self.roles.shares[self.config.learner].members
-        if sum(map(len, members)) < place_in_world()[1]:
-            mine = told_by(members[0][0], mine)
-        assert mine is not None, "some rank has the role that learns"
-        return mine
 
     def metrics(self, share: Share, drawn: Drawn, update: Update, count: float, timers: StageTimers) -> dict[str, float]:
         """Return metric -> value of a step. Collective over the world."""
@@ -198,7 +188,7 @@ class Supervised(StepLoop):
             share = drawn.share(self.roles.shares[self.config.learner])
             batch = self.kind.prepared(share, drawn)
             count += share.total(self.kind.count(batch))
-            for name, value in self.told(self.sums_of(share, batch)).items():
+            for name, value in self.roles.told(self.config.learner, self.sums_of(share, batch)).items():
                 sums[name] = sums.get(name, 0.0) + value
         return self.kind.figures(sums, max(count, 1.0))
 

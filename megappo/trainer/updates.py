@@ -18,9 +18,7 @@ from megappo.config.role_sections import is_critic
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
-from megappo.parallel.consensus import told_by
 from megappo.parallel.shares import Shares
-from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.route import Wire
@@ -335,7 +333,5 @@ class Updates:
         """Return the summary of the role's updates, the same on every rank; empty without updates. Collective over the world."""
         if name not in self._summaries:
             return UpdateSummary()
-        members = self._roles.shares[name].members
-        if sum(map(len, members)) < place_in_world()[1]:
-            self._summaries[name] = told_by(members[0][0], self._summaries[name])  # some dozen numbers, and two for each expert
+        self._summaries[name] = self._roles.told(name, self._summaries[name])  # some dozen numbers, and two for each expert
         return self._summaries[name]

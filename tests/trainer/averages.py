@@ -130,7 +130,7 @@ def references(
     for copied, source in ((None, "policy"), (average, "ema")):
         sync = refresh_sync(place, policy, copied, reference, reference.placement, torch.device("cpu"))
         chosen = RefreshConfig(source=source)
-        ReferenceRefresh(chosen, policy, reference, average, sync).copy(step=1)
+        ReferenceRefresh(chosen, policy, reference, average, sync, print).copy(step=1)
         found.append(pair(of_policy if copied is None else {name: values.clone() for name, values in average.weights.items()}))
     return found
 

@@ -216,7 +216,7 @@ def in_flight_bytes(plan: Plan) -> int:
     ahead = config.max_staleness or 0
     kept = ids_of_token(plan.config)
     of_token = 8 + (4 + 4 * kept if kept else 0)  # id, log-prob, and ids that it was drawn from, with their number
-    named = 96 + 18 * (ahead + 1)  # in JSON, with a segment of each version
+    named = 128 + 46 * (ahead + 1)  # in JSON, with a segment of each version
     routes = plan.step.max_sequence_tokens * route_bytes(plan.config, plan.archs.get("policy"))
     return ahead * plan.step.samples * (config.max_response_tokens * of_token + named + routes)
 
