@@ -94,7 +94,10 @@ class RemotePart:
                 results: Sequence[Outcome] = await self._asker.results([sample for sample, _ in batch], budget_s)
                 self._is_down = False
             except ServerDown as down:
-                self._told_down(down)
+                if not self._unanswered:  # once for all that waits, also if the server is back in between
+                    logger.warning("%s; what it does not answer has no verdict", down)
+                self._is_down, self._unanswered = True, self._unanswered + 1
+                self._retries_before = self.num_retries  # the warning says how often
                 results = [NoVerdict(UNREACHABLE)] * len(batch)
             except Exception as error:  # whatever it is, these samples have no score: their futures say why, and the run ends
                 self._fail(error)
@@ -102,12 +105,6 @@ class RemotePart:
             for (_, future), result in zip(batch, results):
                 self._open.discard(future)
                 future.set_result(result)
-
-    def _told_down(self, down: ServerDown) -> None:
-        if not self._unanswered:  # once for all that waits, also if the server is back in between
-            logger.warning("%s; what it does not answer has no verdict", down)
-        self._is_down, self._unanswered = True, self._unanswered + 1
-        self._retries_before = self.num_retries  # the warning says how often
 
     def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Outcome]]]:
         batch: list[tuple[RewardInput, Future[Outcome]]] = []

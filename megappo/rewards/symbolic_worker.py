@@ -29,7 +29,8 @@ _MEMORY_LIMIT = 4 << 30  # bytes of address space; only big integers come near i
 def answering(cpu_limit_s: float) -> Answerer:
     """Prepare this process and return its answerer, which takes {"answer"}, {"answer", "response"} or {"responses"}."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel acts on it, even while Python is inside C code
-    _limit_memory()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_LIMIT), hard))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     grader.sympy_solve_and_compare = _solved_alike  # the process is this rule's alone
     return partial(_answer, cpu_limit_s)
@@ -156,8 +157,3 @@ def _solved_alike(gold: Any, found: Any, *precision: int) -> bool:
 
 def _difference(equation: Any) -> Any:
     return equation.lhs - equation.rhs
-
-
-def _limit_memory() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_LIMIT), hard))

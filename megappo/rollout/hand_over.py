@@ -21,8 +21,8 @@ def give_responses(
     figures: of this replica. copies: for first ranks of other replicas; returns theirs, by rank. Called on the first rank of a
     replica; the others give nothing."""
     shares: list[list[Response]] = [[] for _ in range(training_ranks)]
-    for response in responses:
-        shares[_owner(response.number, count, training_ranks)].append(response)
+    for response in responses:  # rank r gets the numbers of [r * count // training_ranks, (r + 1) * count // training_ranks)
+        shares[((response.number + 1) * training_ranks - 1) // count].append(response)
     return exchanged_by_rank({rank: packed((dict(figures), share)) for rank, share in enumerate(shares)} | dict(copies))
 
 
@@ -42,8 +42,3 @@ def exchanged_by_rank(parts: Mapping[int, bytes]) -> dict[int, bytes]:
     """Send bytes to ranks; return what came, by rank that sent it. Ranks without a part for another send it nothing."""
     came = exchanged([parts.get(rank, b"") for rank in range(dist.get_world_size())], dist.all_to_all_single)
     return {rank: part for rank, part in enumerate(came) if part}
-
-
-def _owner(number: int, count: int, ranks: int) -> int:
-    """Return the rank r with `number` in [r * count // ranks, (r + 1) * count // ranks)."""
-    return ((number + 1) * ranks - 1) // count

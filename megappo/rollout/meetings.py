@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -151,11 +152,8 @@ class Meetings:
 
     def _watch_live(self) -> None:
         live = self.channel.live
-        spare = {rank: self._giving_up(replica) for replica in live for rank in self.seats.of(replica)} if self.are_voted else {}
-        self._watch.go_on_with(self.seats.ranks(live), spare)
-
-    def _giving_up(self, replica: int) -> Callable[[str], None]:
-        return lambda why: self.channel.give_up(replica, why)
+        giving_up = {rank: partial(self.channel.give_up, replica) for replica in live for rank in self.seats.of(replica)}
+        self._watch.go_on_with(self.seats.ranks(live), giving_up if self.are_voted else {})
 
 
 # ---------------------------------------------------------------------------------------------------------- the training half
@@ -293,11 +291,10 @@ class Hosts(Meetings):
             self.channel.wait_until_ready(replica)
             return replica
         lost = [replica for replica in range(self.seats.replicas) if replica not in self.channel.live]
-        return next((replica for replica in lost if self.channel.is_ready(replica) and self._is_there(replica)), None)
-
-    def _is_there(self, replica: int) -> bool:
-        # It may have ended since it was ready
-        return self._folder is None or all(is_joining(self._folder, rank) for rank in self.seats.of(replica))
+        for replica in filter(self.channel.is_ready, lost):  # of which one may have ended since
+            if self._folder is None or all(is_joining(self._folder, rank) for rank in self.seats.of(replica)):
+                return replica
+        return None
 
     def _newly_lost(self) -> dict[int, str]:
         scripted = self._scripted()
@@ -383,7 +380,7 @@ class Guests(Meetings):
             before_vote()
             return True, found
         found, fault = self.attempt(action)
-        with self._ending_with_its_replica():
+        try:
             failed = fault is not None if self.group is None else any_rank(fault is not None, self.group)
             before_vote()
             counts = given_up = False
@@ -395,19 +392,14 @@ class Guests(Meetings):
                     given_up = True
             if self.group is not None:
                 counts, given_up = (votes > 0 for votes in tally([counts, given_up], self.group))
+        except RuntimeError as error:
+            self.end_if_lost(error)
+            raise
         if given_up:
             self.channel.require_member(self.replica)
         if not counts:
             self.leave()
         return counts, found
-
-    @contextmanager
-    def _ending_with_its_replica(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            self.end_if_lost(error)
-            raise
 
     def end_if_lost(self, error: BaseException) -> None:
         """End this process if another rank of its replica is lost, of which `error` may be the first sign."""
@@ -415,10 +407,6 @@ class Guests(Meetings):
         until = time.monotonic() + (self._timeouts.heartbeat_s + _MARGIN_S) * is_sign
         while time.monotonic() < until:
             if why := self.channel.lost([self.replica]):
-                self._end(f"rank {self._rank}: its replica {self.replica} is lost: {why[self.replica]}")
+                logger.warning("rank %d: its replica %d is lost: %s; this rank ends", self._rank, *why.popitem())
+                kill_with_children(os.getpid())  # the launchers take any other end of a rank for a failure of the run
             time.sleep(_LOOK_S)
-
-    def _end(self, said: str) -> None:
-        # By a signal, as the launchers take any other end of a rank for a failure of the run.
-        logger.warning("%s; this rank ends", said)
-        kill_with_children(os.getpid())

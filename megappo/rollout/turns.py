@@ -16,7 +16,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megappo.data.pictures import Picture, Pictures
+from megappo.data.pictures import Pictures
 from megappo.parallel.consensus import gathered
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import (
@@ -128,10 +128,6 @@ class Trajectory:
         return numpy.concatenate([self.prompt, *(segment.tokens for segment in self.segments)]).astype(numpy.int32)
 
     @property
-    def num_behind_prompt(self) -> int:
-        return sum(len(segment.tokens) for segment in self.segments)
-
-    @property
     def all_kept(self) -> KeptIds | None:
         return KeptIds.joined(self.kept)
 
@@ -238,7 +234,7 @@ class Trajectories:
         trajectory.leave(prompt)
 
     def _room(self, trajectory: Trajectory) -> int:
-        return trajectory.sampling.max_tokens - trajectory.num_behind_prompt
+        return trajectory.sampling.max_tokens - sum(len(segment.tokens) for segment in trajectory.segments)
 
     def _request(self, trajectory: Trajectory) -> Request:
         """Return the request of the next turn."""
@@ -367,18 +363,14 @@ class TurnsRollout(Trajectories):
         if not has_group:
             return [(response, answer, True) for response, answer in mine]
         # All ranks of a replica submit the same requests in the same order.
-        everywhere = gathered((mine, self._shown(mine)), self._group)  # of the turns that ended now, tokens as arrays
-        if self.pictures is not None:
-            for _, pictures in everywhere:
-                self.pictures.take(pictures)
+        ids, pictures = chain.from_iterable(answer.observation or () for _, answer in mine), self.pictures
+        shown = {} if pictures is None else pictures.among(ids)
+        everywhere = gathered((mine, shown), self._group)  # of the turns that ended now, tokens as arrays
+        if pictures is not None:
+            for _, theirs in everywhere:
+                pictures.take(theirs)
         own = dist.get_rank(self._group)
         return [(*pair, rank == own) for rank, (theirs, _) in enumerate(everywhere) for pair in theirs]
-
-    def _shown(self, answered: Sequence[tuple[Response, Answer]]) -> dict[int, Picture]:
-        """Return the images of these answers, for the other ranks of the replica."""
-        if self.pictures is None:
-            return {}
-        return self.pictures.among(chain.from_iterable(answer.observation or () for _, answer in answered))
 
     def _take_waiting(self, joins: bool) -> list[tuple[Response, Answer]]:
         taken: list[tuple[Response, Answer]] = []

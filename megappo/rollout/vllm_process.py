@@ -129,6 +129,9 @@ def _attributes_kept() -> Iterator[None]:
 
 
 def _install_cpu_placeholders() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
+
     # The first import of vLLM's CPU worker installs them too. Without CUDA its model runner needs them at every step.
     from vllm.v1.worker.cpu import shm
 
@@ -148,12 +151,6 @@ def _install_cpu_placeholders() -> None:
     for owner, name in _patched_attributes():
         if name in values:
             setattr(owner, name, values[name])
-
-
-def _keep_kernel_overrides() -> None:
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.triton_utils import dispatcher
-
     # Once per process is enough: vLLM searches all modules for its Triton kernels (0.3 s) and would wrap its C++ replacements
     # again.
     if dispatcher._registry:
@@ -230,7 +227,6 @@ def vllm_running(own: EngineState, environment: Mapping[str, str]) -> Iterator[N
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM's import, about torch names that it does not use
             _install_cpu_placeholders()
-            _keep_kernel_overrides()
         yield
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from megappo.runtime.lease_record import started_of
@@ -53,7 +53,8 @@ def main_thread_place() -> Place:
     if place.waits_in is None:
         for ident, frame in frames.items():
             other = place_of(frame)
-            if ident != threading.get_ident() and other.waits_in is not None and not _is_watchdogs(frame):
+            is_watchdogs = any(_module(each).startswith("megappo.runtime") for each in _outwards(frame))
+            if ident != threading.get_ident() and other.waits_in is not None and not is_watchdogs:
                 return other
     return place
 
@@ -91,9 +92,13 @@ def place_of(innermost: FrameType) -> Place:
 def raised_in_exchange(error: BaseException) -> bool:
     """True if the error came out of an exchange between ranks."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    return trace is not None and place_of(innermost_frame(trace)).waits_in is not None
+
+
+def innermost_frame(trace: TracebackType) -> FrameType:
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and place_of(trace.tb_frame).waits_in is not None
+    return trace.tb_frame
 
 
 def _function(stack: list[FrameType], index: int) -> str:
@@ -107,10 +112,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_watchdogs(frame: FrameType) -> bool:
-    return any(_module(each).startswith("megappo.runtime") for each in _outwards(frame))
 
 
 def _module(frame: FrameType) -> str:

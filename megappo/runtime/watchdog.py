@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
 from megappo.config.run_sections import TimeoutsConfig
@@ -41,6 +41,7 @@ from megappo.runtime.verdict import (
     Report,
     Sighting,
     Verdict,
+    innermost_frame,
     judge,
     main_thread_place,
     place_of,
@@ -133,7 +134,9 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error):
+        # A reward's own request may time out too
+        gave_up = error is not None and "timed out" in str(error).lower() and raised_in_exchange(error)
+        if self._pulse is not None and error is not None and trace is not None and gave_up:
             # The rank that gave up waiting is not the one that is late: let all ranks say where they are.
             self._raised_at = trace
             why = f"rank {self._rank} gave up waiting: {first_line(error)[:300]}"
@@ -227,7 +230,7 @@ class Watchdog:
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         if self._raised_at is None:
             return Sighting(self.sections.now(), main_thread_place())
-        return Sighting(self.sections.raised_in or self.sections.now(), place_of(_innermost(self._raised_at)))
+        return Sighting(self.sections.raised_in or self.sections.now(), place_of(innermost_frame(self._raised_at)))
 
     def _end(self, report: Report | None) -> None:
         """Kill the silent ranks on this host, then this process, each with what it started. A rank that has raised ends by its
@@ -386,17 +389,6 @@ class _Pulse:
 
     def _beat_key(self, rank: int) -> str:
         return f"beat/{rank}"
-
-
-def _gave_up_waiting(error: BaseException) -> bool:
-    # A reward's own request may time out too
-    return "timed out" in str(error).lower() and raised_in_exchange(error)
-
-
-def _innermost(trace: TracebackType) -> FrameType:
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame
 
 
 def _without_store(verdict: Verdict, here: Sighting) -> Report:

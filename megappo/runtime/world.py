@@ -80,7 +80,9 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
         _require_agreement(env, task)
         if _TORCHRUN in env:
             return
-    bound = _is_bound_to_one_gpu(env, task)
+    visible = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    # One task on a node with one GPU needs no such rule: its local rank is 0 anyway.
+    bound = len(visible) == 1 and task.tasks_here > 1
     env.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.num_tasks),
@@ -118,12 +120,6 @@ def _require_agreement(env: Mapping[str, str], task: SlurmTask) -> None:
             f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes, and torchrun {local_size} ranks in each: "
             "start torchrun in one task per node (--ntasks-per-node=1), or one task per rank without torchrun"
         )
-
-
-def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
-    visible = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    # One task on a node with one GPU needs no such rule: its local rank is 0 anyway.
-    return len(visible) == 1 and task.tasks_here > 1
 
 
 def world_size(run: RunConfig) -> int:

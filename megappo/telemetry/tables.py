@@ -55,17 +55,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and len(steps) == 1:
         step = steps.pop()
         return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
-    return ",".join(_run_text(list(run)) for _, run in groupby(ranks, key=_offset_key(ranks)))
-
-
-def _offset_key(ranks: Sequence[int]):
-    # Constant along a run of neighbouring ranks
-    place = {rank: index for index, rank in enumerate(ranks)}
-    return lambda rank: rank - place[rank]
-
-
-def _run_text(run: list[int]) -> str:
-    return f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+    # Along a run of neighbouring ranks the difference of rank and place is constant.
+    runs = ([rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda one: one[1] - one[0]))
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def groups_text(groups: Sequence[Sequence[int]]) -> str:

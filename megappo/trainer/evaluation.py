@@ -69,13 +69,9 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return metric -> value of all figures and of the environment's answer times."""
         times = {} if self.turns is None else self.turns.answers
-        return self._figures() | {
-            Metric.ENVIRONMENT_OF_SET.of(names.metric_name(self.name, one)): value for one, value in times.items()
-        }
-
-    def _figures(self) -> dict[str, float]:
-        figures = self.all_figures()
-        return {_OF_DEFAULT.get((self.name, one), names.metric_name(self.name, one)): value for one, value in figures.items()}
+        named = {one: names.metric_name(self.name, one) for one in (*self.all_figures(), *times)}
+        figures = {_OF_DEFAULT.get((self.name, one), named[one]): value for one, value in self.all_figures().items()}
+        return figures | {Metric.ENVIRONMENT_OF_SET.of(named[one]): value for one, value in times.items()}
 
     def describe(self) -> str:
         """Return one line for the console."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -123,7 +123,7 @@ def _train_half(
 ) -> bool:
     rollout = config.rollout
     assert rollout.max_staleness is not None, "a synchronous run has no halves"
-    with world.installed() as outside, _outside_of(hosts, outside):
+    with world.installed() as hosts.outside, closing(hosts):
         checkpoints = claimed.run_dir.checkpoints
         # A resume computes the cache of what ran, so a run that keeps it does so where a save is due: they stay equal.
         every = config.checkpoint.save_every if rollout.cache_after_push == "keep" else 0
@@ -136,15 +136,6 @@ def _train_half(
         finished = train(data, replace(claimed, in_flight=half.snapshots), build)
         hosts.channel.tell("stop", finished=finished)
     return finished
-
-
-@contextmanager
-def _outside_of(hosts: Hosts, outside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    hosts.outside = outside
-    try:
-        yield
-    finally:
-        hosts.close()
 
 
 def _rollout_half(

@@ -87,17 +87,14 @@ def _watched(
 ) -> Iterator[Watchdog]:
     folder = Path(os.environ.get(ATTEMPT_DIR) or run_dir / "stacks")
     folder.mkdir(parents=True, exist_ok=True)
-    sign = _sign_of_life(rank, timeouts, has_others=store is not None) if LAUNCHER_LISTENS in os.environ else None
+    sign = None
+    if LAUNCHER_LISTENS in os.environ:  # on a connection of its own
+        sign = SignOfLife(job_store(), rank, timeouts.heartbeat_s, 0.0 if store is None else 2 * EXCHANGE_S)
     with Watchdog(rank, members, store, timeouts, folder, sign) as watchdog:
         yield watchdog
     if folder.parent == run_dir:
         with contextlib.suppress(OSError):  # not empty: another rank is still there, or an earlier attempt left its stacks
             folder.rmdir()
-
-
-def _sign_of_life(rank: int, timeouts: TimeoutsConfig, *, has_others: bool) -> SignOfLife:
-    """Make this rank's sign of life to the launcher, on a connection of its own."""
-    return SignOfLife(job_store(), rank, timeouts.heartbeat_s, 2 * EXCHANGE_S if has_others else 0.0)
 
 
 _WATCHDOG = "megappo.watchdog"  # key of the job's store: under which prefix its ranks watch each other

@@ -3,13 +3,12 @@ shard; otherwise rectangles of Hugging Face tensors are sent (`bridge/sync.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megappo.bridge.destination import ParameterReceiver
 from megappo.bridge.sync import OtherWeights, Route, WeightSync
@@ -57,7 +56,10 @@ class ReferenceRefresh(Extra):
                 self._sync.push(step)
             elif self._policy is not None and self._reference is not None:
                 weights = self._policy.named_parameters() if self._average is None else self._average.weights
-                replace_weights(self._reference, weights)
+                with parameters_to_change(self._reference) as parameters:
+                    for name, parameter in parameters.items():
+                        assert parameter.shape == weights[name].shape, f"{name} of the reference is cut in another way"
+                        parameter.copy_(weights[name])  # rounded to its dtype
 
 
 def refresh_sync(
@@ -80,11 +82,3 @@ def refresh_sync(
         target = ParameterReceiver(reference.pieces(), position, partial(parameters_to_change, reference))
     with policy.eval_mode() if policy is not None else nullcontext():
         return WeightSync(source, target, route, device)
-
-
-def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
-    """Copy values into all parameters of a frozen engine, rounded to their dtype. Collective over its ranks."""
-    with parameters_to_change(engine) as parameters:
-        for name, parameter in parameters.items():
-            assert parameter.shape == weights[name].shape, f"{name} of the {engine.name} is cut in another way"
-            parameter.copy_(weights[name])

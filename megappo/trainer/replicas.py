@@ -4,7 +4,7 @@ data-parallel rank, or a norm that one tp rank updates differently, would make e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +58,7 @@ class Replicas:
             return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]
 
     def _compare(self, tensors: Mapping[str, Tensor], kind: str) -> list[str]:
-        digests = [self._digests(copies.mine, tensors) for copies in self._copies]
+        digests = [[_digest(one, tensors[one.local].detach()) for one in c.mine if one.local in tensors] for c in self._copies]
         # Ranks without a copy do not count: the smallest number changes no maximum.
         extremes = torch.full((2, len(self._copies)), _MIN, dtype=torch.int64)
         for index, found in enumerate(digests):
@@ -73,9 +73,6 @@ class Replicas:
         found = gathered({index: digests[index] for index in differ}, self._engine.host_group)
         by_rank = dict(zip(self._engine.placement.ranks, found))
         return [f"{self._copies[index]}{kind} {_odd_ones(index, by_rank)}" for index in differ]
-
-    def _digests(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> list[int]:
-        return [_digest(piece, tensors[piece.local].detach()) for piece in pieces if piece.local in tensors]
 
 
 def _digest(piece: Piece, tensor: Tensor) -> int:

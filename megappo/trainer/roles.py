@@ -208,8 +208,8 @@ class Policy(LanguageModel):
         self.engine.optimizer_zero_grad()
         reads = (*self.sampling_fields, *self._reads)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
-        target_kl = self._algorithm.target_kl
-        if target_kl is not None and _approx_kl(losses) > 1.5 * target_kl:
+        target_kl, sums = self._algorithm.target_kl, losses.sums
+        if target_kl is not None and sums["approx_kl_sum"] / max(1.0, sums["tokens_sum"]) > 1.5 * target_kl:
             return UpdateResult(losses, step=None, lr=None)
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
@@ -338,7 +338,3 @@ def _loss_output(loss: Tensor, metrics: dict[str, Tensor]) -> LossOutput:
         sums={name: value for name, value in metrics.items() if name.endswith("_sum")},
         maxima={name: value for name, value in metrics.items() if name.endswith("_max")},
     )
-
-
-def _approx_kl(losses: PassResult) -> float:
-    return losses.sums["approx_kl_sum"] / max(1.0, losses.sums["tokens_sum"])

@@ -26,6 +26,7 @@ from megappo.data.examples import Examples
 from megappo.data.prompts import PromptSet
 from megappo.data.sources import joined_spec
 from megappo.parallel.consensus import gathered, warn_once
+from megappo.rewards.base import PreparedPart
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.prepare.hub import commit_of
@@ -73,13 +74,13 @@ def _ppo_facts(config: TrainConfig, data: AnyData, in_use: Mapping[str, str]) ->
         "further_value_heads": {role: one.head_facts for role, one in config.critics_in_use.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _recorded_facts(data) if isinstance(data, RecordedData) else _data_facts(config, data),
-        "reward": _reward_facts(config.reward, data),
+        "reward": _reward_facts(config.reward, data.reward_parts),
         "environment": _environment_facts(data),
     }
 
 
-def _reward_facts(reward: RewardConfig, data: AnyData) -> dict[str, Any]:
-    return {**reward.model_dump(mode="json"), **_recipe_facts(reward), "code": _code_facts(data)}
+def _reward_facts(reward: RewardConfig, parts: Mapping[str, PreparedPart]) -> dict[str, Any]:
+    return {**reward.model_dump(mode="json"), **_recipe_facts(reward), "code": {name: one.sha256 for name, one in parts.items()}}
 
 
 def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _supervised_facts(config: SupervisedConfig, data: AnyData) -> dict[str, Any]
             **_image_facts(data),
             **data.train.identities(),
         },
-        "reward": {"code": {}} if sampled is None else _reward_facts(sampled.reward, data),
+        "reward": {"code": {}} if sampled is None else _reward_facts(sampled.reward, data.reward_parts),
         "environment": None,
     }
 
@@ -138,10 +139,6 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
     if part.url is not None:
         facts["send"] = list(part.remote.send)
     return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
-
-
-def _code_facts(data: AnyData) -> dict[str, str | None]:
-    return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 
 def _environment_facts(data: RunData | RecordedData) -> dict[str, Any] | None:
@@ -195,13 +192,7 @@ def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
 
 def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
     settings = one.settings.model_dump(mode="json", exclude={"data", "reward", "every", "before"})
-    reward = None
-    if one.reward is not None:
-        reward = {
-            **one.reward.model_dump(mode="json"),
-            **_recipe_facts(one.reward),
-            "code": {name: part.sha256 for name, part in one.reward_parts.items()},
-        }
+    reward = None if one.reward is None else _reward_facts(one.reward, one.reward_parts)
     return {"path": joined_spec(one.settings.data), "sha256": one.prompts.source_sha256, "settings": settings, "reward": reward}
 
 

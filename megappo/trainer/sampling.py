@@ -41,6 +41,7 @@ def engine_of(
     config: TrainConfig, data: EvaluationData, policy: Engine | None, device: torch.device, again: Again | None = None
 ) -> RolloutEngine:
     """Build the engine of `rollout_of` without an environment. again: as of `build_rollout`."""
+    is_apart = not config.policy.ranks == config.rollout.ranks == ALL
     return build_rollout(
         config,
         policy,
@@ -48,13 +49,9 @@ def engine_of(
         max_sequence_tokens=longest_sequence_tokens(config),
         device=device,
         images=None if data.images is None else data.images.store,
-        place=_place_if_apart(config, None if again is None else again.world_size),
+        place=place_of_policy(config, None if again is None else again.world_size) if is_apart else None,
         again=again,
     )
-
-
-def _place_if_apart(config: TrainConfig, world_size: int | None) -> PolicyPlace | None:
-    return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config, world_size)
 
 
 def place_of_policy(config: TrainConfig, world_size: int | None = None) -> PolicyPlace:

@@ -126,20 +126,17 @@ class Sandbox:
     def _resources(self, limit_s: float) -> list[tuple[int, int]]:
         """Pairs (limit of `resource`, value) that the runner sets for itself and the code."""
         limits = self._limits
+        first = 0 if is_root_with_nobody() else 1  # process of the namespaces
+        beside = first if limits.isolated else _processes_of_user()
         values = {
             resource.RLIMIT_AS: limits.memory_mib << 20,
             resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # for what a stopped rank could not end
-            resource.RLIMIT_NPROC: limits.max_processes + self._processes_beside(),
+            resource.RLIMIT_NPROC: limits.max_processes + beside,
             resource.RLIMIT_FSIZE: OUTPUT_BYTES,
             resource.RLIMIT_NOFILE: _OPEN_FILES,
             **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, _RLIMIT_MSGQUEUE), 0),
         }
         return list(values.items())
-
-    def _processes_beside(self) -> int:
-        if self._limits.isolated:
-            return 0 if is_root_with_nobody() else 1  # the first one
-        return _processes_of_user()
 
     def _wait(self, process: subprocess.Popen[bytes], said: int, end: float) -> str:
         """Wait until nothing runs in the namespaces: `exit N`, `signal N`, `timeout` or `lost`."""

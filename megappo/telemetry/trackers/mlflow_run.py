@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ class Mlflow:
         self._tracked = TrackedRun(self._root, "mlflow")
         if self._tracked.id is None:
             self._begin(self._client, None if server else folder.as_uri())
-            for params in _param_batches(config):
-                self._client.log_batch(self._id, params=params)
+            entities: Any = importlib.import_module("mlflow.entities")
+            params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in leaves(config)]
+            for start in range(0, len(params), _MAX_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + _MAX_PARAMS])
         else:  # its parameters cannot change any more: the artifact says what the run goes on with
             self._client.update_run(self._id, status="RUNNING")
         self._client.log_text(self._id, yaml.safe_dump(dict(config), sort_keys=False), "config.yaml")
@@ -88,10 +90,3 @@ class Mlflow:
         experiment_id = client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
         run = client.create_run(experiment_id, run_name=self._name)
         self._tracked.begin(run.info.run_id)
-
-
-def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
-    entities: Any = importlib.import_module("mlflow.entities")
-    params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in leaves(config)]
-    for start in range(0, len(params), _MAX_PARAMS):
-        yield params[start : start + _MAX_PARAMS]

@@ -48,7 +48,8 @@ class Dpo(Kind[DpoConfig]):
         tokens = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens)
         fields = {"ref_logprob": torch.zeros(batch.num_sequences, dtype=torch.float64)}
         if self.config.reads_reference:
-            reference = self._reference(drawn)
+            kept, shares = self._kept, self.roles.shares["reference"]
+            reference = kept.of(drawn) if kept is not None else logprobs_of(self.roles.reference, drawn, shares)
             own = reference[share.places]
             fields["ref_logprob"] = own[:, 0] if isinstance(loss, KtoLossConfig) else own.flatten()
             if isinstance(loss, KtoLossConfig):
@@ -63,11 +64,6 @@ class Dpo(Kind[DpoConfig]):
             # The loss is divided by the pairs, their negative log-likelihood by the tokens of the chosen responses.
             fields["nll_scale"] = chosen * (loss.nll_coef * count / max(all_tokens, 1.0))
         return batch.with_fields(sequence_fields=fields)
-
-    def _reference(self, drawn: Drawn) -> Tensor:
-        if self._kept is not None:
-            return self._kept.of(drawn)
-        return logprobs_of(self.roles.reference, drawn, self.roles.shares["reference"])
 
     def count(self, batch: PackedBatch) -> float:
         return float(num_preferences(batch))
@@ -136,11 +132,9 @@ FILE = "logprobs.npy"
 def response_logprobs(model: LanguageModel | None, batch: PackedBatch) -> Tensor:
     """Return the summed log-prob of each response of this replica's share, [B] fp64; none on ranks without the model. On the rank
     that reports (`engine.base.PassResult`). Collective over the model's ranks."""
-    if model is None or not batch.num_sequences:
-        if model is not None:
-            model.logprobs(batch, want_entropy=False)  # its peers have sequences
+    logprob = None if model is None else model.logprobs(batch, want_entropy=False)[0]  # also of nothing: its peers have sequences
+    if logprob is None or not batch.num_sequences:
         return torch.zeros(0, dtype=torch.float64)
-    logprob, _ = model.logprobs(batch, want_entropy=False)
     return preferences.sequence_logprobs(logprob, batch["response_mask"], batch.cu_seqlens, mean=False)
 
 

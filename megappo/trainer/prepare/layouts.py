@@ -212,19 +212,13 @@ def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: Parallel
     if layers == "transformer_engine" and section.in_8_bits:
         fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
         raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
-    if arch.vision is not None:
-        _check_tower(key, arch, layout)
+    first = len(layout.chunk_layers(arch.num_layers, 0, 0))
+    if arch.vision is not None and first < arch.vision.deepstack:
+        has = f"the first {'stage' if layout.vpp == 1 else 'chunk'} has {first} layers, and features of images"
+        fix = f"{has} enter the first {arch.vision.deepstack}; lower pp or vpp, or set layers_per_stage"
+        raise ConfigError(problem(f"{key}.parallel.pp", layout.pp, fix))
     if isinstance(section, TrainableConfig):
         _check_training(key, section, arch, layout)
-
-
-def _check_tower(key: str, arch: ModelArch, layout: ParallelLayout) -> None:
-    assert arch.vision is not None
-    first = layout.chunk_layers(arch.num_layers, 0, 0)
-    if len(first) < arch.vision.deepstack:
-        chunk = f"the first stage has {len(first)} layers" if layout.vpp == 1 else f"the first chunk has {len(first)} layers"
-        fix = f"{chunk}, and features of images enter the first {arch.vision.deepstack}; lower pp or vpp, or set layers_per_stage"
-        raise ConfigError(problem(f"{key}.parallel.pp", layout.pp, fix))
 
 
 def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout: ParallelLayout) -> None:

@@ -87,11 +87,6 @@ def find_reward_tokenizer(config: TrainConfig) -> Callable[[], Tokenizer]:
     return _in_words_of_role(settings, lambda: find_tokenizer(path, template_args=variables, leave_out_unread=True))
 
 
-def load_reward_tokenizer(config: TrainConfig) -> Tokenizer:
-    """Load the reward model's tokenizer. ConfigError, one line, if there is none or it cannot be read."""
-    return _in_words_of_role(config.reward_model, find_reward_tokenizer(config))
-
-
 def tokenizer_of(settings: RewardModelConfig) -> tuple[str, str]:
     if settings.tokenizer is not None:
         return f"{KEY}.tokenizer", settings.tokenizer
@@ -127,7 +122,7 @@ def load_reward_text(
         return ScoredTexts(None)
     arch = arch_for(settings.model, settings.engine)
     key, path = tokenizer_of(settings)
-    tokenizer = load_reward_tokenizer(config)
+    tokenizer = _in_words_of_role(settings, find_reward_tokenizer(config))
     if tokenizer.vocab_size > arch.vocab_size:
         fix = f"has {tokenizer.vocab_size} ids and {KEY}.model only {arch.vocab_size}; use the tokenizer of the model"
         raise ConfigError(problem(key, path, fix))

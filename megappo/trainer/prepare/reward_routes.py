@@ -39,7 +39,8 @@ def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterato
         for prompt in prompts.prompts:
             found[_label(prompt.record, route.key)].append(prompt)
         other = {label: with_it for label, with_it in found.items() if label not in route.map}
-        told = "; ".join(f"{label or 'no label'}: {len(some):,} ({places(some)})" for label, some in _most(other))
+        most = sorted(other.items(), key=lambda pair: -len(pair[1]))[:_LABELS]
+        told = "; ".join(f"{label or 'no label'}: {len(some):,} ({places(some)})" for label, some in most)
         count = f"{sum(map(len, other.values())):,} of {len(prompts):,} records of {key}"
         if other and DEFAULT_RECIPE not in route.map:
             fix = f"recipes: {', '.join(route.map)}; add them, or {DEFAULT_RECIPE}, to reward.route.map"
@@ -63,7 +64,3 @@ def _label(record: Record, key: str) -> str | None:
     except ValueError:
         return None
     return str(value) if isinstance(value, (str, int)) else None
-
-
-def _most(found: Mapping[str | None, list[Prompt]]) -> Iterator[tuple[str | None, list[Prompt]]]:
-    yield from sorted(found.items(), key=lambda pair: -len(pair[1]))[:_LABELS]

@@ -93,7 +93,9 @@ def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch
     tokenizer, cache = checked_tokenizer(config, archs[config.learner]), open_cache(config.run)
     notes = tuple(check_vocabularies(config, tokenizer))
     if isinstance(config, SftConfig) and config.distillation is not None:
-        _check_top_k(config.distillation.top_k, archs["policy"])
+        top_k, known = config.distillation.top_k, archs["policy"].vocab_size
+        if top_k > known:
+            raise ConfigError(problem("distillation.top_k", top_k, f"the vocabulary has {known} tokens; use at most as many"))
     images, read = images_of_run(config, cache), READERS[config.name]
     train = read(config, open_sources(config.data.train), tokenizer, cache, images)
     size = config.trainer.batch_size
@@ -131,13 +133,6 @@ def _answered(config: SupervisedConfig, tokenizer: Tokenizer, cache: Cache, imag
     except ValueError as error:  # by the keys of `step_like`
         own = "data.max_tokens - rollout.max_response_tokens"
         raise ConfigError(str(error).replace("data.max_prompt_tokens", own)) from error
-
-
-def _check_top_k(top_k: int, policy: ModelArch) -> None:
-    if top_k > policy.vocab_size:
-        raise ConfigError(
-            problem("distillation.top_k", top_k, f"the vocabulary has {policy.vocab_size} tokens; use at most as many")
-        )
 
 
 def describe(data: SupervisedData) -> Iterator[str]:
