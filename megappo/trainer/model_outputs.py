@@ -5,7 +5,7 @@ surface only in the gradients of a later update."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +18,8 @@ from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import critics_in, fields_of
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
-from megappo.trainer.roles import LanguageModel, Teacher
+from megappo.trainer.roles import Critic, LanguageModel, Teacher
 from megappo.trainer.token_scans import whole_responses
-
-
-class _Passing(Protocol):
-    def outputs(self, share: PackedBatch) -> Mapping[str, Tensor]: ...
 
 
 class Outputs(NamedTuple):
@@ -57,7 +53,7 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
     for name in asked:
         role = roles.by_name.get(name)
         if role is not None:
-            found[roles.shares[name]] |= cast(_Passing, role).outputs(inputs[roles.shares[name]].batch)
+            found[roles.shares[name]] |= cast(LanguageModel | Critic, role).outputs(inputs[roles.shares[name]].batch)
     for shares, share in inputs.items():
         experience = experience.with_results(
             share, *results_of([name for name in asked if roles.shares[name] == shares]), found[shares]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from megappo.config.batch import WHOLE, SampleShare, UpdateSchedule, update_sche
 from megappo.config.role_sections import is_critic
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import Engine
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
@@ -25,7 +24,7 @@ from megappo.trainer.experience.route import Wire
 from megappo.trainer.experience.table import Owners, SampleTable, balanced
 from megappo.trainer.ptx import DrawnTexts, with_texts
 from megappo.trainer.reweighting import REJECTED
-from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads
+from megappo.trainer.roles import NLL_WEIGHT, Critic, LanguageModel, Policy, UpdateResult, critic_reads, policy_reads
 
 READS = ("response_mask",)
 """Fields that weight mini-batches, beside those that the role's loss reads."""
@@ -183,14 +182,6 @@ def positive_samples(experience: Experience, score: Tensor, algorithm: Algorithm
     return is_positive & experience.table.ends
 
 
-class Trainable(Protocol):
-    """Policy or critic."""
-
-    engine: Engine
-
-    def update(self, mini: PackedBatch, denominator: float) -> UpdateResult: ...
-
-
 @dataclass
 class UpdateSummary:
     """Totals of one role's updates in a step."""
@@ -250,7 +241,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
+def run_updates(role: Policy | Critic, minis: Iterable[MiniBatch]) -> UpdateSummary:
     """Run one update per mini-batch. Ends early if the role declines one (target KL), which all ranks see alike."""
     summary = UpdateSummary()
     with role.engine.train_mode():
@@ -323,7 +314,7 @@ class Updates:
         )
         if name == "policy" and self._texts is not None:
             minis = mixed(minis, self._texts, self._roles.shares[name], data.rank)
-        self._summaries[name] = run_updates(cast(Trainable, role), minis)
+        self._summaries[name] = run_updates(cast(Policy | Critic, role), minis)
 
     def changed(self, name: str) -> bool:
         """Return True if `run` changed the role's weights. Valid on the role's ranks; not collective."""

@@ -179,31 +179,16 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     longer than the run; a reward rule that can read no answer; code of a reward or environment that cannot be loaded; a field that
     reward code requires and records lack; a reward model that refuses the prompts; fewer texts than an update takes.
     """
-    reward_parts = load_parts(config.reward)
+    parts = load_parts(config.reward)
     tokenizer, cache = checked_tokenizer(config, policy), open_cache(config.run)
     notes = [*check_vocabularies(config, tokenizer), *turn_notes(config, tokenizer)]
     images = images_of_run(config, cache)
     train = load_prompts(config.data, config.data.train, tokenizer, cache, images=images)
-    evaluations = load_evaluations(config, tokenizer, cache, images)
-    environment = load_environment(config, tokenizer, images)
-    notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
+    data = load_sets(config, tokenizer, cache, images, train, parts)
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
-    total_steps = steps_of(config, loader)
-    notes += _notes(config, reward_parts, train, evaluations, cache)
-    scored = _scored_texts(config, train, evaluations, cache, images)
-    return RunData(
-        tokenizer=tokenizer,
-        evaluations=evaluations,
-        notes=(*notes, *sampling_notes(config, loader), *image_notes(images), *scored.notes, *cache.notes),
-        reward_parts=reward_parts,
-        reward_text=scored.text,
-        environment=environment,
-        images=images,
-        train=train,
-        loader=loader,
-        total_steps=total_steps,
-        ptx=ptx,
-    )
+    notes += [*data.notes, *sampling_notes(config, loader), *image_notes(images), *cache.notes]
+    own = {"notes": tuple(notes), "train": train, "loader": loader, "total_steps": steps_of(config, loader), "ptx": ptx}
+    return RunData(**vars(data) | own)
 
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
@@ -214,19 +199,31 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     return replace(data, notes=(*data.notes, *image_notes(images), *cache.notes))
 
 
-def load_sets(config: TrainConfig, tokenizer: Tokenizer, cache: Cache, images: PromptImages | None) -> EvaluationData:
-    """Load the evaluation sets with what scores them. Errors as `load_run_data`. images: opened by `images_of_run`."""
+def load_sets(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    cache: Cache,
+    images: PromptImages | None,
+    train: PromptSet | None = None,
+    parts: Mapping[str, PreparedPart] | None = None,
+) -> EvaluationData:
+    """Load the evaluation sets with what scores them, and check rewards and environment against these and `train`. Errors as
+    `load_run_data`. images: opened by `images_of_run`. parts: of `reward`, if they are loaded."""
     evaluations = load_evaluations(config, tokenizer, cache, images)
-    reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
+    by_reward = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
+    if train is not None:
+        by_reward = {"data.train": train} | by_reward
+    if parts is None:
+        parts = load_parts(config.reward) if by_reward else {}
     environment = load_environment(config, tokenizer, images)
-    notes = [*_answer_notes(config, reward_parts, None, evaluations, environment)]
-    notes += _notes(config, reward_parts, None, evaluations, cache)
-    scored = _scored_texts(config, None, evaluations, cache, images)
+    notes = [*_answer_notes(config, parts, train, evaluations, environment)]
+    notes += [*reward_notes(config.reward, parts, by_reward, cache), *check_evaluations(evaluations, cache)]
+    scored = _scored_texts(config, train, evaluations, cache, images)
     return EvaluationData(
         tokenizer=tokenizer,
         evaluations=evaluations,
         notes=(*notes, *scored.notes),
-        reward_parts=reward_parts,
+        reward_parts=parts,
         reward_text=scored.text,
         environment=environment,
         images=images,
@@ -260,19 +257,6 @@ def _answer_notes(
             raise ConfigError(str(error) if is_named else f"{name.removesuffix('.data')}: {error}") from None
         count = f"{len(prompts.unanswered):,} of {len(prompts):,} records"
         yield f"{name}: {count} have no reference answer ({key.option}={key.field}), which is an empty text for the reward"
-
-
-def _notes(
-    config: TrainConfig,
-    parts: Mapping[str, PreparedPart],
-    train: PromptSet | None,
-    evaluations: Sequence[EvaluationSet],
-    cache: Cache,
-) -> list[str]:
-    """Check the rewards of all sets against their prompts; return the notes. train: None without training."""
-    sets = {} if train is None else {"data.train": train}
-    sets |= {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    return [*reward_notes(config.reward, parts, sets, cache), *check_evaluations(evaluations, cache)]
 
 
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
