@@ -10,8 +10,11 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from megappo.config.run_directory import LEASE
 
@@ -19,7 +22,7 @@ WATCH_S = 1.0  # between two looks at the beat of another host
 GONE_S = 60.0  # a holder on another host is gone after so long without a beat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class LeaseRecord:
     """Content of lease.json. since, beat: epoch seconds by the holder's clock."""
 
@@ -108,26 +111,14 @@ def claim_after(run_dir: Path, lease_id: str) -> Path:
 def read_record(path: Path) -> LeaseRecord | None:
     """Read a lease; None if there is none. ValueError, one line with the way out, if it is unreadable or not a record."""
     try:
-        content = json.loads(path.read_bytes())
-        record = LeaseRecord(**content, path=path)
+        record = LeaseRecord(**json.loads(path.read_bytes()), path=path)
+        if not record.id.isalnum():
+            raise ValueError("an id that is no part of a file's name")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a record of megappo"
         raise ValueError(f"{path}: {reason}; if no process writes to this run, remove the file") from None
-    wanted = {
-        "id": str,
-        "host": str,
-        "pid": int,
-        "started": int,
-        "pids": str,
-        "since": int,
-        "beat": int,
-        "command": str,
-        "restart": str,
-    }
-    if any(type(content[name]) is not kind for name, kind in wanted.items()) or not content["id"].isalnum():
-        raise ValueError(f"{path}: it is not a record of megappo; if no process writes to this run, remove the file")
     return record
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from megappo.runtime.lease_record import started_of
 from megappo.runtime.messages import name_ranks, ranks_by_value
@@ -159,13 +160,6 @@ class Verdict:
     def now(cls, rank: int, why: str, by: int) -> Verdict:
         return cls(rank, why, by, time.time_ns())
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> Verdict:
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True)
 class Sighting:
@@ -173,14 +167,6 @@ class Sighting:
 
     where: Where
     place: Place
-
-    def encode(self) -> str:
-        return json.dumps({"where": asdict(self.where), "place": asdict(self.place)})
-
-    @classmethod
-    def decode(cls, text: str) -> Sighting:
-        fields: dict[str, Any] = json.loads(text)
-        return cls(Where(**fields["where"]), Place(**fields["place"]))
 
     def kind(self) -> tuple[str, int, str]:
         """Return section, step and place: equal for ranks that wait for each other."""
@@ -197,13 +183,13 @@ class Report:
     line: str
     text: str
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def decode(cls, text: str) -> Report:
-        fields = json.loads(text)
-        return cls(tuple(fields["culprits"]), tuple(fields["silent"]), fields["line"], fields["text"])
+VERDICTS, SIGHTINGS, REPORTS = TypeAdapter(Verdict), TypeAdapter(Sighting), TypeAdapter(Report)
+"""Readers of the texts that `encode` makes for the job's store."""
+
+
+def encode(one: Verdict | Sighting | Report) -> str:
+    return json.dumps(asdict(one))
 
 
 def judge(

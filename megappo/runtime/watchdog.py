@@ -36,11 +36,15 @@ from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, WorkMeter, dump
 from megappo.runtime.messages import first_line
 from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
 from megappo.runtime.verdict import (
+    REPORTS,
+    SIGHTINGS,
     VERDICT,
+    VERDICTS,
     Member,
     Report,
     Sighting,
     Verdict,
+    encode,
     innermost_frame,
     judge,
     main_thread_place,
@@ -336,17 +340,17 @@ class _Pulse:
         now = self._owner._clock.now()
         if heard != self._heard:
             self._heard, self._heard_at = heard, now
-        proposal = self._proposal.encode() if self._proposal is not None else ""
+        proposal = encode(self._proposal) if self._proposal is not None else ""
         verdict = self._store.compare_set(_VERDICT, "", proposal)  # "" asks only
         self._answered_at = now
         if verdict:
-            self.verdict = Verdict.decode(verdict.decode())
+            self.verdict = VERDICTS.validate_json(verdict)
         else:
             self._owner.stillness.note(self._store.add(_WORK, int(self._owner.stillness.works())))
 
     def _exchange(self, verdict: Verdict) -> None:
         """Tell the others where this rank is; one of them judges, all print."""
-        self._store.set(f"at/{self._rank}", self._owner.dump_and_look().encode())
+        self._store.set(f"at/{self._rank}", encode(self._owner.dump_and_look()))
         if self._rank != 0:
             self._wait_for(_REPORT, CLAIM_S)
         if int(self._store.compare_set(_REPORTER, "", str(self._rank))) == self._rank:
@@ -356,10 +360,10 @@ class _Pulse:
             self.report = judge(verdict, members, sightings, self._owner._folder, heard)
             sys.stderr.write(self.report.text)
             record_verdict(self._owner._folder, self.report, verdict, members)
-            self._store.set(_REPORT, self.report.encode())
+            self._store.set(_REPORT, encode(self.report))
             time.sleep(REPORT_READ_S)  # the store may live in this process
         elif self._wait_for(_REPORT, ANSWERS_S + 1):
-            self.report = Report.decode(self._store.get(_REPORT).decode())
+            self.report = REPORTS.validate_json(self._store.get(_REPORT))
             sys.stderr.write(f"megappo: rank {self._rank} ends: {self.report.line}\n")
 
     def _sightings(self) -> dict[int, Sighting]:
@@ -369,7 +373,7 @@ class _Pulse:
         while waiting and time.monotonic() < deadline:
             for rank in list(waiting):
                 if self._store.check([f"at/{rank}"]):
-                    found[rank] = Sighting.decode(self._store.get(f"at/{rank}").decode())
+                    found[rank] = SIGHTINGS.validate_json(self._store.get(f"at/{rank}"))
                     waiting.remove(rank)
             time.sleep(0.05)
         return found

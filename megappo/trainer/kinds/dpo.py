@@ -48,8 +48,10 @@ class Dpo(Kind[DpoConfig]):
         tokens = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens)
         fields = {"ref_logprob": torch.zeros(batch.num_sequences, dtype=torch.float64)}
         if self.config.reads_reference:
-            kept, shares = self._kept, self.roles.shares["reference"]
-            reference = kept.of(drawn) if kept is not None else logprobs_of(self.roles.reference, drawn, shares)
+            if self._kept is not None:
+                reference = self._kept.of(drawn)
+            else:
+                reference = logprobs_of(self.roles.reference, drawn, self.roles.shares["reference"])
             own = reference[share.places]
             fields["ref_logprob"] = own[:, 0] if isinstance(loss, KtoLossConfig) else own.flatten()
             if isinstance(loss, KtoLossConfig):
