@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import megappo
-from megappo.checkpoint.identity import identity_of_model, notable_changes
+from megappo.checkpoint.identity import first_difference, identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, roles_in_use, trained_sections
@@ -38,7 +38,6 @@ from megappo.trainer.prepare.supervised import SupervisedData
 logger = logging.getLogger(__name__)
 
 ORDER_KEYS = (("run", "seed"), ("data", "shuffle"), ("data", "weight_key"))
-_ONE_CODE = "put one copy on a file system that all nodes share, and install the same packages on all nodes"
 
 
 def run_facts(config: AnyConfig, data: AnyData) -> dict[str, Any]:
@@ -199,35 +198,32 @@ def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
 def require_equal_data(facts: Mapping[str, Any]) -> None:
     """Check that all ranks read the same data, hub models and user code, which may be copies on local disks. Collective over the
     world. ValueError on all ranks if one differs from rank 0."""
-    compared = {name: facts[name] for name in ("commits", "environment", "data")}
-    first, *others = gathered({**compared, "code": facts["reward"]["code"]})
+    first, *others = gathered(_of_copies(facts))
     for rank, theirs in enumerate(others, 1):
-        for role, commit in theirs["commits"].items():
-            if commit != first["commits"].get(role):
-                raise ValueError(
-                    f"{role}.model: rank {rank} has another commit of it in its cache of the hub than rank 0; "
-                    "name one (owner/name@COMMIT), or put HF_HOME on a file system that all nodes share"
-                )
-        for name, sha256 in theirs["code"].items():
-            if sha256 != first["code"][name]:
-                raise ValueError(f"reward.parts: rank {rank} has another code of {name} than rank 0; {_ONE_CODE}")
-        if theirs["environment"] != first["environment"]:
-            raise ValueError(f"rollout.environment: rank {rank} has another code of it than rank 0; {_ONE_CODE}")
-        mine, other = first["data"], theirs["data"]
-        sources = {f"data.{name}": (mine[name], other[name]) for name in ("train", "eval")}
-        sources |= {f"evaluations.{name}": (one, other["evaluations"][name]) for name, one in mine["evaluations"].items()}
-        sources["critic.warmup.trajectories"] = (mine.get("trajectories"), other.get("trajectories"))
-        sources["algorithm.ptx.data"] = (mine["ptx"], other["ptx"])
-        for key, (here, there) in sources.items():
-            if here != there:
-                raise ValueError(
-                    f"{key}: rank {rank} reads another content of {there['path']} than rank 0; "
-                    "put one copy on a file system that all nodes share, or make the copies equal"
-                )
-        if other != mine:
+        if (difference := first_difference(first, theirs)) is not None:
+            key, here, there = difference
             raise ValueError(
-                f"data.train: rank {rank} makes other prompts of it than rank 0; install the same packages on all nodes"
+                f"{key}: rank 0 has {here}, rank {rank} has {there}; put one copy on a file system that all nodes share (HF_HOME "
+                "too), and install the same packages on all nodes"
             )
+
+
+def _of_copies(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ranks may read from copies of their own, by the key of the configuration that names it."""
+    data, environment = facts["data"], facts["environment"]
+    sources = {f"data.{name}": data[name] for name in ("train", "eval")}
+    sources |= {f"evaluations.{name}.data": one for name, one in data["evaluations"].items()}
+    rewards = {f"evaluations.{name}.reward": one.get("reward") for name, one in data["evaluations"].items()}
+    rewards["reward"] = facts["reward"]
+    return {
+        **{f"{role}.model's commit": commit for role, commit in facts["commits"].items()},
+        **{f"{key}: code of {name}": sha256 for key, one in rewards.items() if one for name, sha256 in one["code"].items()},
+        "rollout.environment's code": None if environment is None else environment["code"],
+        **{key: source and {name: source[name] for name in ("path", "sha256")} for key, source in sources.items()},
+        "critic.warmup.trajectories": data.get("trajectories"),
+        "algorithm.ptx.data": data["ptx"],
+        **{f"data.train as prompts ({key})": data.get(key) for key in ("template", "images", "kept", "tokens")},
+    }
 
 
 def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:

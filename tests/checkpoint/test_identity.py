@@ -52,17 +52,20 @@ def resume(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 REFUSED = {
     "content": (
         changed("data/train/sha256", "f" * 64),
-        "data.train was train.jsonl of another content (SHA-256 aaaaaaaaaaaa, now ffffffffffff)",
+        "data.train = train.jsonl (SHA-256 aaaaaaaaaaaa), this run has train.jsonl (SHA-256 ffffffffffff)",
     ),
     "other file": (
         changed("data/train", {"path": "b.jsonl", "sha256": "f" * 64}),
-        "data.train was train.jsonl and now b.jsonl of another content",
+        "data.train = train.jsonl (SHA-256 aaaaaaaaaaaa), this run has b.jsonl (SHA-256 ffffffffffff)",
     ),
-    "key": (changed("data/format/prompt_key", "question"), 'data.prompt_key was "prompt" and is "question"'),
-    "template off": (changed("data/format/chat_template", False), "data.chat_template was true and is false"),
-    "system prompt": (changed("data/format/system_prompt", "Be brief."), 'data.system_prompt was null and is "Be brief."'),
-    "template": (changed("data/template", "d" * 64), "the chat template of data.tokenizer has changed"),
-    "filter": (changed("data/kept", "other"), "data.max_prompt_tokens or data.overlong leave out others than before"),
+    "key": (changed("data/format/prompt_key", "question"), 'data.prompt_key = "prompt", this run has "question"'),
+    "template off": (changed("data/format/chat_template", False), "data.chat_template = true, this run has false"),
+    "system prompt": (changed("data/format/system_prompt", "Be brief."), 'data.system_prompt = null, this run has "Be brief."'),
+    "template": (
+        changed("data/template", "d" * 64),
+        "chat template of data.tokenizer with data.template_args = SHA-256 cccccccccccc, this run has",
+    ),
+    "filter": (changed("data/kept", "other"), "records kept under data.max_prompt_tokens and data.overlong = "),
 }
 
 
@@ -72,7 +75,7 @@ def test_other_prompts_are_refused_in_one_line(case: str) -> None:
     with pytest.raises(ValueError) as caught:
         resume(FACTS, now)
     text = str(caught.value)
-    assert text.startswith("step-3 was written with other prompts: ") and says in text and "\n" not in text
+    assert text.startswith(f"step-3 was written with {says}") and "\n" not in text
     assert text.endswith("; restore it, or start a new run in another directory")
 
 
@@ -80,15 +83,21 @@ def test_other_prompts_are_refused_in_one_line(case: str) -> None:
 def test_another_teacher_or_none_is_refused_and_one_that_has_moved_is_not(now: Any) -> None:
     saved = changed("teacher", {"path": "t", "sha256": "a" * 64})
     assert resume(saved, changed("teacher", {"path": "elsewhere", "sha256": "a" * 64})) == resume(FACTS, FACTS) == []
-    with pytest.raises(ValueError, match="^step-3 was written with teacher {.*; resume with the same one, or start a new run"):
+    with pytest.raises(
+        ValueError, match=r"^step-3 was written with teacher = t \(SHA-256 a{12}\), this run has .*; restore it, or start a new run"
+    ):
         resume(saved, changed("teacher", now))
 
 
 PTX = {"path": "t.jsonl", "sha256": "a" * 64, "text_key": "text", "max_tokens": 64}
 OTHER_TEXTS: list[tuple[Any, Any, str]] = [
-    (None, PTX, "no texts beside its prompts (algorithm.ptx), this run has those of t.jsonl"),
-    (PTX, None, "those of t.jsonl beside its prompts (algorithm.ptx), this run has no texts"),
-    (PTX, {**PTX, "sha256": "f" * 64}, "other texts in algorithm.ptx.data (SHA-256 aaaaaaaaaaaa, now ffffffffffff)"),
+    (None, PTX, "algorithm.ptx.data = null, this run has t.jsonl (SHA-256 aaaaaaaaaaaa)"),
+    (PTX, None, "algorithm.ptx.data = t.jsonl (SHA-256 aaaaaaaaaaaa), this run has null"),
+    (
+        PTX,
+        {**PTX, "sha256": "f" * 64},
+        "algorithm.ptx.data = t.jsonl (SHA-256 aaaaaaaaaaaa), this run has t.jsonl (SHA-256 ffffffffffff)",
+    ),
     (PTX, {**PTX, "max_tokens": 32}, "algorithm.ptx.max_tokens = 64, this run has 32"),
     (PTX, {**PTX, "text_key": "body"}, 'algorithm.ptx.text_key = "text", this run has "body"'),
 ]

@@ -128,7 +128,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(task: tuple[Path
 def test_a_resume_with_fewer_critics_is_refused_in_one_line(task: tuple[Path, list]) -> None:
     _, ranks = task
     for rank in ranks:
-        assert "with the critics critic and critic_b, this run has one critic; change the section critics" in rank["said"]
+        assert 'the section critics = ["critic", "critic_b"], this run has ["critic"]; restore it' in rank["said"]
         assert "\n" not in rank["said"]
 
 

@@ -206,7 +206,7 @@ def test_checkpoints_hold_adapters_only_and_say_so(task) -> None:
 
 
 REFUSALS = {
-    "resumed without adapters": "was written with critic.lora = {rank: 4}, this run has null",
+    "resumed without adapters": "was written with critic.lora.rank = 4, this run has null",
     "resumed with another rank": "was written with policy.lora.rank = 4, this run has 3",
     "resumed on another base": "was written with policy.lora.base_bits = 8, this run has null",
     "critic from a full one": "its critic trained all weights, and critic.lora is set: remove it, or export that critic",

@@ -149,9 +149,9 @@ def test_a_full_disk_loses_records_and_nothing_of_the_training(done: tuple[Path,
 def test_other_data_of_the_same_length_is_not_resumed(done: tuple[Path, dict[str, str]]) -> None:
     _, said = done
     text = said["data"]
-    assert "was written with other prompts: data.train was " in text and "train.jsonl of another content (SHA-256 " in text
+    assert "was written with data.train = " in text and text.count("train.jsonl (SHA-256 ") == 2
     assert "restore it, or start a new run" in text and "\n" not in text
-    assert 'data.prompt_suffix was "" and is " "' in said["format"]
+    assert 'data.prompt_suffix = "", this run has " "' in said["format"]
 
 
 def test_rewards_of_other_code_are_resumed_and_told(done: tuple[Path, dict[str, str]]) -> None:
@@ -197,11 +197,11 @@ def two_copies(rank: int, folder: Path) -> str:
 def test_ranks_that_read_different_copies_are_refused_on_all(tmp_path: Path) -> None:
     first, second = spawn_world(two_copies, 2, tmp_path, timeout_s=60)
     assert first == second
-    assert "data.train: rank 1 reads another content of t.jsonl than rank 0" in first
-    assert "rank 1 makes other prompts of it than rank 0" in first
-    assert "reward.parts: rank 1 has another code of rewards/mine.py than rank 0" in first
-    assert "policy.model: rank 1 has another commit" in first and len(first.splitlines()) == 5
-    assert "rollout.environment: rank 1 has another code of it than rank 0" in first
+    assert "data.train: rank 0 has t.jsonl (SHA-256 a), rank 1 has t.jsonl (SHA-256 b); put one copy on a file system" in first
+    assert 'data.train as prompts (tokens): rank 0 has "x", rank 1 has "y"' in first
+    assert 'reward: code of rewards/mine.py: rank 0 has "c", rank 1 has "d"' in first
+    assert "policy.model's commit: rank 0 has " in first and len(first.splitlines()) == 5
+    assert "rollout.environment's code: rank 0 has " in first
 
 
 def test_the_limit_is_that_of_a_process(tmp_path: Path) -> None:

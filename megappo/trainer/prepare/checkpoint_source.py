@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.identity import head_of, identity_of_model, other_adapters, other_head
+from megappo.checkpoint.identity import adapter_facts, first_change, head_facts, head_of, identity_of_model
 from megappo.checkpoint.manifest import DamagedCheckpoint, Manifest, RefusedCheckpoint, models_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import AnyCriticConfig, key_of_role
@@ -140,8 +140,8 @@ def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: st
         raise ConfigError(problem(key, text, fix))
     if (change := _other_adapters(critic, model, source, manifest.facts.get("lora"), name)) is not None:
         raise ConfigError(problem(key, text, change))
-    head = None if source.role == "policy" else other_head(head_of(manifest.facts, source.role), critic.head_facts, name)
-    if head is not None:
+    heads = [head_facts(name, one) for one in (head_of(manifest.facts, source.role), critic.head_facts)]
+    if source.role != "policy" and (head := first_change(*heads)) is not None:
         raise ConfigError(problem(key, text, f"was written with {head}; make them the same, or start from its policy"))
     if (other := other_architecture(text, manifest, source.role, arch)) is not None:
         what, model = other
@@ -166,7 +166,7 @@ def _other_adapters(
         what, mine = ("adapters", "is null: set it") if theirs is not None else ("all weights", "is set: remove it")
         return f"its {source.role} trained {what}, and {name}.lora {mine}, or export that {source.role} and name it in {name}.model"
     if lora is not None and theirs is not None:
-        now = {source.role: {**lora, "base": identity_of_model(model)}}
-        if (change := other_adapters({source.role: theirs}, now)) is not None:
+        mine = {**lora, "base": identity_of_model(model)}
+        if (change := first_change(adapter_facts(name, theirs), adapter_facts(name, mine))) is not None:
             return f"was written with {change}; make {name}.lora and {name}.model the same"
     return None

@@ -151,4 +151,4 @@ def test_a_critic_with_adapters_starts_from_the_same_adapters_on_the_same_model(
     assert "critic.lora.rank = 4, this run has 3" in refusal(tmp_path, there, *lora, "critic.lora.rank=3")
     other = write_checkpoint(tmp_path / "other_model", TINY | {"rope_theta": 5.0}, tokenizer=False)
     text = refusal(tmp_path, there, *lora, f"critic.model={other}")
-    assert f"adapters of the critic on {tmp_path / 'model'}, this run has another model, {other}" in text
+    assert f"critic.lora on the model = {tmp_path / 'model'} (SHA-256 " in text and f", this run has {other} (SHA-256 " in text
