@@ -35,7 +35,9 @@ class Snapshot:
 
     @classmethod
     def decoded(cls, data: bytes) -> Snapshot:
-        found: Snapshot = unpacked(data)
+        found = unpacked(data)
+        if not isinstance(found, Snapshot):
+            raise ValueError("what was in flight is of another version of megappo; resume with that version, or start a new run")
         return replace(found, running=dict(found.running))
 
 
