@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.errors import ConfigError
+from megappo.config.keys import leaves
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.engine.base import Engine
@@ -256,12 +257,4 @@ def _header(config: TrainConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     keys = config.model_dump(mode="json", exclude={"run": True, "telemetry": True, "checkpoint": True})
     shared = {name: facts[name] for name in ("tokenizer", "versions")}
     shared |= {"run.seed": config.run.seed, "facts": {"data": facts["data"], "reward": facts["reward"]["code"]}}
-    return dict(_leaves(json.loads(json.dumps({**keys, **shared}))))
-
-
-def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+    return dict(leaves(json.loads(json.dumps({**keys, **shared}))))

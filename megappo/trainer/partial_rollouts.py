@@ -8,8 +8,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -20,6 +19,7 @@ from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
 from megappo.parallel.totals import total
+from megappo.rollout.snapshot import packed, unpacked
 from megappo.rollout.types import Request, Segment
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -48,30 +48,18 @@ class Unfinished(NamedTuple):
     row: int = -1
     left: int = 0
 
-    def encoded(self) -> dict[str, Any]:
-        """Return JSON-compatible state, with tokens and log-probs as compressed bytes."""
-        segments = [segment for one in self.begun for segment in one.segments]
-        return {
-            "rows": [one.row for one in self.begun],
-            "windows": [len(one.segments) for one in self.begun],
-            "lengths": [len(segment.tokens) for segment in segments],
-            "versions": [segment.version for segment in segments],
-            "tokens": _packed([segment.tokens for segment in segments], "<i4"),
-            "logprobs": _packed([segment.logprobs for segment in segments], "<f4"),
-            "row": self.row,
-            "left": self.left,
-        }
+    def encoded(self) -> str:
+        """Return text for the trainer's state."""
+        content = packed(([(one.row, one.segments) for one in self.begun], self.row, self.left))
+        return base64.b64encode(zlib.compress(content, 1)).decode()
 
     @classmethod
-    def decoded(cls, state: Mapping[str, Any] | None) -> Unfinished:
+    def decoded(cls, state: str | None) -> Unfinished:
         """Read the state of `encoded`; None is the start of a run."""
         if state is None:
             return cls()
-        ends = list(accumulate(state["lengths"]))[:-1]
-        parts = zip(_unpacked(state["tokens"], "<i4", ends), _unpacked(state["logprobs"], "<f4", ends), state["versions"])
-        segments = iter([Segment(tokens.astype(numpy.int32), logprobs.astype(numpy.float32), v) for tokens, logprobs, v in parts])
-        begun = [Begun(row, tuple(next(segments) for _ in range(count))) for row, count in zip(state["rows"], state["windows"])]
-        return cls(tuple(begun), state["row"], state["left"])
+        begun, row, left = unpacked(zlib.decompress(base64.b64decode(state)))
+        return cls(tuple(Begun(*one) for one in begun), row, left)
 
 
 class PartialRollouts(PromptSource):
@@ -84,7 +72,7 @@ class PartialRollouts(PromptSource):
         self._window, self._longest = config.rollout.partial_rollout_tokens, config.rollout.max_response_tokens
         self._n, self._state = config.rollout.samples_per_prompt, state
         self.num_samples = self.rows_per_step = config.data.prompts_per_step * self._n
-        self._known: tuple[dict[str, Any] | None, Unfinished] = (None, Unfinished())
+        self._known: tuple[str | None, Unfinished] = (None, Unfinished())
         self._begun: list[Begun] = []
         self._waiting: tuple[Begun, ...] = ()
         self._num_prompts, self._open = 0, (-1, 0)
@@ -201,12 +189,3 @@ def _of_all_ranks(experience: Experience, numbers: torch.Tensor) -> tuple[list[N
     # Each element is written by one rank, so the sum is exact.
     ends = counts.cumsum(0)[:-1].tolist()
     return numpy.split(total(tokens).numpy(), ends), numpy.split(total(logprobs).numpy(), ends)
-
-
-def _packed(parts: Sequence[NDArray | None], kind: str) -> str:
-    flat = numpy.concatenate([numpy.empty(0, kind), *(part for part in parts if part is not None)]).astype(kind)
-    return base64.b64encode(zlib.compress(flat.tobytes(), 1)).decode()
-
-
-def _unpacked(text: str, kind: str, ends: Sequence[int]) -> list[NDArray]:
-    return numpy.split(numpy.frombuffer(zlib.decompress(base64.b64decode(text)), kind), ends)

@@ -115,9 +115,7 @@ def _on_rank_0(action: Callable[[], T]) -> T:
         except OSError as error:
             raise ValueError(str(error)) from error
 
-    mine = raised_by_all(attempt, ValueError)
-    told = told_by(0, mine)
-    return cast(T, mine if dist.get_rank() == 0 else told)
+    return cast(T, told_by(0, raised_by_all(attempt, ValueError)))
 
 
 def export_policy(engine: Engine | None, run_dir: RunDir, source: Path, tokenizer: Tokenizer) -> None:

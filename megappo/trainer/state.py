@@ -34,7 +34,7 @@ class TrainerState:
     """Coefficient of the next step, if `extras.EntropyTarget` steers it."""
     best: dict[str, Any] | None = None
     """Metric, mode, step and value of the best step (`save_schedule.py`)."""
-    unfinished: dict[str, Any] | None = None
+    unfinished: str | None = None
     """Responses that the next step continues (`partial_rollouts.py`)."""
 
     def count(self, table: SampleTable, critics: Iterable[UpdateSummary], policy: UpdateSummary | None = None) -> None:

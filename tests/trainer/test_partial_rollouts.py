@@ -428,7 +428,9 @@ def test_metrics_count_what_ends_and_what_goes_on(world):
     all_steps = list(played(found["whole"]))
     assert state["trainer"]["tokens"] == sum(len(one["response"]) - len(one["before"]) for step in all_steps for one in step)
     assert state["trainer"]["episodes"] == sum(not one["goes on"] for step in all_steps for one in step)
-    assert state["trainer"]["unfinished"]["rows"] == [one["row"] for one in all_steps[-1] if one["goes on"]]
+    assert [one.row for one in Unfinished.decoded(state["trainer"]["unfinished"]).begun] == [
+        one["row"] for one in all_steps[-1] if one["goes on"]
+    ]
 
 
 def test_returns_are_the_scores_of_whole_responses(world):
@@ -450,8 +452,9 @@ def test_a_resumed_run_goes_on_to_the_last_bit(world):
     folder, found = world
     assert found["whole"] == found["halves"]
     whole, halves = (folder / "runs" / name / "checkpoints" / f"step-{STEPS}" for name in ("whole", "halves"))
-    between = json.loads((halves.parent / f"step-{HALF}" / "state.json").read_text())["trainer"]["unfinished"]
-    assert between["rows"] and between["left"] > 0, "responses go on, and a prompt is half begun"
+    state = json.loads((halves.parent / f"step-{HALF}" / "state.json").read_text())["trainer"]["unfinished"]
+    between = Unfinished.decoded(state)
+    assert between.begun and between.left > 0, "responses go on, and a prompt is half begun"
     assert (whole / "state.json").read_text() == (halves / "state.json").read_text()
     shards = sorted(path.relative_to(whole) for path in whole.rglob("models/*/*.safetensors"))
     assert shards and all((whole / name).read_bytes() == (halves / name).read_bytes() for name in shards)
