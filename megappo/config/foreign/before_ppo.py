@@ -9,7 +9,20 @@ from collections.abc import Mapping
 from megappo.config.foreign.flowmesh import FLOWMESH
 from megappo.config.foreign.nemo_rl import NEMO_RL, SECTIONS_OF_ROLE, role_rules
 from megappo.config.foreign.openrlhf import OPENRLHF, own_optimizer
-from megappo.config.foreign.rule import ALWAYS_PACKED, FP32_MAIN, Rule, Trainer, implied, missing, of_learner, take, unneeded
+from megappo.config.foreign.rule import (
+    ALWAYS_PACKED,
+    FP32_MAIN,
+    Rule,
+    Trainer,
+    each,
+    implied,
+    missing,
+    of_learner,
+    renamed,
+    take,
+    taken,
+    unneeded,
+)
 from megappo.config.foreign.trl import ARGUMENTS, SECTIONS, TRL
 
 ONE_BOUND = "one bound for the whole sequence"
@@ -51,30 +64,25 @@ def _trl(role: str) -> dict[str, Rule]:
         "eval_strategy": take("data.eval", by="trl_evaluation", note="the data set's test split"),
         "per_device_eval_batch_size": unneeded("micro-batches are filled by tokens", f"{role}.micro_batch_tokens"),
         "max_length": take("data.max_tokens", note=NEVER_CUT),
-        "pad_to_multiple_of": unneeded(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
-        "pad_token": unneeded(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
+        **each(unneeded(ALWAYS_PACKED, f"{role}.micro_batch_tokens"), "pad_to_multiple_of pad_token"),
         "disable_dropout": implied("models have no dropout", f"{role}.model"),
         "model_init_kwargs": unneeded("each rank reads its own shard", f"{role}.model"),
         "activation_offloading": missing("recompute=offload, under fsdp2", f"{role}.recompute"),
-        "router_aux_loss_coef": take(f"{role}.router_aux_coef"),
-        "model_name_or_path": take(f"{role}.model"),
+        **taken("router_aux_loss_coef=router_aux_coef model_name_or_path=model", ours=f"{role}."),
         "model_revision": missing("name it in the model: owner/name@revision", f"{role}.model", off=(None, "main")),
-        "dtype": implied(FP32_MAIN, f"{role}.dtype"),
-        "torch_dtype": implied(FP32_MAIN, f"{role}.dtype"),
+        **each(implied(FP32_MAIN, f"{role}.dtype"), "dtype torch_dtype"),
         "attn_implementation": unneeded("kernels are chosen by model.impl", "model.impl"),
         "use_peft": take(*(f"{lora}.{name}" for name in ("rank", "alpha", "dropout", "targets")), by="peft"),
         "load_in_8bit": missing("set it by hand, with use_peft", f"{lora}.base_bits"),
-        **{
-            name: missing("low-rank adapters of linear layers", f"{lora}.rank")
-            for name in ("use_dora", "load_in_4bit", "lora_modules_to_save", "lora_target_parameters")
-        },
-        **{
-            name: unneeded("of load_in_4bit alone", f"{lora}.rank")
-            for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
-        },
+        **each(
+            missing("low-rank adapters of linear layers", f"{lora}.rank"),
+            "use_dora load_in_4bit lora_modules_to_save lora_target_parameters",
+        ),
+        **each(
+            unneeded("of load_in_4bit alone", f"{lora}.rank"), "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
+        ),
         "dataset_name": take("data.train", by="trl_data", note="NAME:SUBSET:SPLIT"),
-        "dataset_config": unneeded("dataset_name takes it over", "data.train"),
-        "dataset_train_split": unneeded("dataset_name takes it over", "data.train"),
+        **each(unneeded("dataset_name takes it over", "data.train"), "dataset_config dataset_train_split"),
         "dataset_test_split": unneeded("eval_strategy takes it over", "data.eval"),
         "dataset_streaming": unneeded("records are read once, before the ranks start", "data.train"),
         "ignore_bias_buffers": unneeded("no DistributedDataParallel of torch", f"{role}.engine"),
@@ -85,10 +93,9 @@ def _trl(role: str) -> dict[str, Rule]:
 
 
 _TRL_DPO = _trl("policy") | {
-    "beta": take("loss.beta"),
+    **taken("beta=loss.beta rpo_alpha=loss.nll_coef"),
     "loss_type": take("loss.type", "loss.logprob", "loss.nll_coef", by="trl_loss"),
     "loss_weights": unneeded("loss_type takes them over", "loss.nll_coef"),
-    "rpo_alpha": take("loss.nll_coef"),
     "label_smoothing": take("loss.label_smoothing", note="conservative DPO; TRL 1 has it in its loss robust alone"),
     "ld_alpha": missing(NO_SUCH_LOSS, "loss.type", off=(None, 1, 1.0)),
     "f_divergence_type": implied("reverse KL", "loss.type", expects=("reverse_kl",), otherwise=NO_SUCH_LOSS),
@@ -96,15 +103,13 @@ _TRL_DPO = _trl("policy") | {
     "use_weighting": missing(NO_SUCH_LOSS, "loss.type"),
     "discopop_tau": unneeded("of the loss discopop alone", "loss.type"),
     "sync_ref_model": missing("the reference stays as it is", "loss.type"),
-    "ref_model_mixup_alpha": unneeded("see sync_ref_model", "reference.model"),
-    "ref_model_sync_steps": unneeded("see sync_ref_model", "reference.model"),
+    **each(unneeded("see sync_ref_model", "reference.model"), "ref_model_mixup_alpha ref_model_sync_steps"),
     "reference_free": missing("simpo and orpo have no reference", "loss.type"),
     "precompute_ref_log_probs": implied(ONCE, "reference.every_step"),
     "precompute_ref_batch_size": unneeded("micro-batches are filled by tokens", "policy.micro_batch_tokens"),
     "truncation_mode": implied("nothing is cut", "data.overlong"),
     "padding_free": implied(ALWAYS_PACKED, "policy.micro_batch_tokens"),
-    "max_prompt_length": missing(ONE_BOUND, "data.max_tokens"),
-    "max_completion_length": missing(ONE_BOUND, "data.max_tokens"),
+    **each(missing(ONE_BOUND, "data.max_tokens"), "max_prompt_length max_completion_length"),
     "generate_during_eval": missing("`megappo generate` reads the export", "trainer.eval_every"),
     "is_encoder_decoder": missing("decoders alone", "policy.model"),
 }
@@ -158,12 +163,10 @@ FLOWMESH_DPO = Trainer(
         "spec.taskType": implied("DPO", expects=("dpo",), otherwise="kinds are dpo and ppo"),
         "spec.data.preferences": missing('a file with one {"prompt": ..., "chosen": ..., "rejected": ...} a line', "data.train"),
         "spec.data.dataset_name": take("data.train", by="flowmesh_data", note="NAME:SUBSET:SPLIT"),
-        "spec.data.config_name": unneeded("dataset_name takes it over", "data.train"),
-        "spec.data.split": unneeded("dataset_name takes it over", "data.train"),
+        **each(unneeded("dataset_name takes it over", "data.train"), "spec.data.config_name spec.data.split"),
         "spec.data.revision": missing("the newest one is read", "data.train", off=(None, "main")),
         "spec.data.max_samples": missing("give a shorter file", "data.train"),
-        "spec.data.jsonl_path": take("data.train"),
-        "spec.data.jsonl.path": take("data.train"),
+        **taken("spec.data.jsonl_path=data.train spec.data.jsonl.path=data.train"),
         "spec.data.jsonl": missing("a file on this machine", "data.train"),
         **{
             f"spec.data.{prefix}{name}_{word}": take(f"data.{name}_key")
@@ -199,30 +202,15 @@ FLOWMESH_DPO = Trainer(
 # ---------------------------------------------------------------------------------------------------------------- OpenRLHF
 
 _OPENRLHF_RENAMED = {
-    "model.model_name_or_path": "pretrain",
-    "model.gradient_checkpointing_enable": "gradient_checkpointing",
-    "model.gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant",
-    "model.aux_loss_coef": "aux_loss_coef",
-    "model.beta": "beta",
-    "model.ipo_enable": "ipo",
-    "model.label_smoothing": "label_smoothing",
-    "model.nll_loss_coef": "nll_loss_coef",
-    "model.compute_fp32_loss_enable": "compute_fp32_loss",
-    "model.margin_loss_enable": "margin_loss",
-    "model.loss_type": "loss",
-    "ref.model_name_or_path": "ref_pretrain",
-    "ref.offload": "ref_offload",
-    "data.dataset": "dataset",
-    "data.dataset_probs": "dataset_probs",
-    "data.dataset_split": "dataset_split",
-    "data.prompt_key": "prompt_key",
-    "data.chosen_key": "chosen_key",
-    "data.rejected_key": "rejected_key",
-    "data.tokenizer_chat_template": "tokenizer_chat_template",
-    "data.max_len": "max_len",
-    "adam.lr": "learning_rate",
-    "adam.betas": "adam_betas",
-    "adam.weight_decay": "l2",
+    **renamed(
+        "model.",
+        "model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing aux_loss_coef beta ipo_enable=ipo",
+        "gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant label_smoothing nll_loss_coef loss_type=loss",
+        "compute_fp32_loss_enable=compute_fp32_loss margin_loss_enable=margin_loss",
+    ),
+    **renamed("ref.", "model_name_or_path=ref_pretrain offload=ref_offload"),
+    **renamed("data.", "dataset dataset_probs dataset_split prompt_key chosen_key rejected_key tokenizer_chat_template max_len"),
+    **renamed("adam.", "lr=learning_rate betas=adam_betas weight_decay=l2"),
 }
 # What train_dpo and train_rm share with PPO's command, by the names before the dots.
 _OF_OPENRLHF = (
@@ -242,17 +230,15 @@ def _openrlhf(role: str, own: Mapping[str, Rule]) -> tuple[dict[str, Rule], dict
     """Rules of one of its commands by the names before the dots and since, and the renamed ones of them."""
     optimizer = f"{role}.optimizer"
     rules = of_learner(OPENRLHF.rules, role, _OF_OPENRLHF) | {
-        "learning_rate": take(f"{optimizer}.lr"),
-        "min_lr_ratio": take(f"{optimizer}.lr_schedule.min_ratio"),
+        **taken("learning_rate=lr min_lr_ratio=lr_schedule.min_ratio", ours=f"{optimizer}."),
         "dataset": take("data.train", by="openrlhf_data"),
         "dataset_probs": missing("sets follow each other, without probabilities", "data.train"),
         "dataset_split": implied("data.train names the split: NAME:SUBSET:SPLIT", "data.train", expects=("train",)),
         "tokenizer_chat_template": missing(OF_THE_FOLDER, "data.tokenizer"),
         "max_samples": missing("give a shorter file", "data.train", off=(None, 1000000, 100000000)),
         "max_len": take("data.max_tokens", note=NEVER_CUT),
-        "train_batch_size": take("trainer.batch_size"),
+        **taken("train_batch_size=trainer.batch_size max_epochs=trainer.epochs"),
         "micro_train_batch_size": take(f"{role}.micro_batch_tokens", by="tokens_of_pairs", note="pairs to tokens: 2 x max_len"),
-        "max_epochs": take("trainer.epochs"),
         **{f"{name}_key": take(f"data.{name}_key") for name in ("prompt", "chosen", "rejected")},
         "param_dtype": of_learner(OPENRLHF.rules, role, ["ds.param_dtype"])["ds.param_dtype"],
         **own,
@@ -328,7 +314,7 @@ def _nemo(name: str, role: str, own: Mapping[str, Rule], micro: str) -> dict[str
         | layers
         | {
             "policy.dtensor_cfg.enabled": take(f"{role}.engine", by="fsdp2_if_on"),
-            "policy.train_global_batch_size": take("trainer.batch_size"),
+            **taken("policy.train_global_batch_size=trainer.batch_size data.shuffle"),
             "policy.train_micro_batch_size": take(f"{role}.micro_batch_tokens", by=micro, note="examples to tokens"),
             "policy.max_total_sequence_length": take("data.max_tokens", note=NEVER_CUT),
             "policy.reward_model_cfg": unneeded("see reward_model_cfg.reward_model_type", f"{role}.model"),
@@ -350,7 +336,6 @@ def _nemo(name: str, role: str, own: Mapping[str, Rule], micro: str) -> dict[str
             f"{name}.val_at_end": implied("the last step validates", "trainer.eval_every"),
             f"{name}.seed": take("run.seed"),
             "data.max_input_seq_length": unneeded("policy.max_total_sequence_length says it", "data.max_tokens"),
-            "data.shuffle": take("data.shuffle"),
             "data.num_workers": unneeded("records are read once, before the ranks start", "data.train"),
             "data.val_data_paths": missing("name them", "evaluations"),
             **{
@@ -359,10 +344,9 @@ def _nemo(name: str, role: str, own: Mapping[str, Rule], micro: str) -> dict[str
                 for key, rule in _nemo_data(ours).items()
             },
             "logger.num_val_samples_to_print": unneeded("nothing is generated", "telemetry.trackers"),
-            "data.default.dataset_name": unneeded("records are read by their fields", "data.train"),
+            **each(unneeded("records are read by their fields", "data.train"), "data.default.dataset_name data.default.processor"),
             "data.default.prompt_file": NEMO_RL.rules["data.default.prompt_file"],
             "data.default.system_prompt_file": NEMO_RL.rules["data.default.system_prompt_file"],
-            "data.default.processor": unneeded("records are read by their fields", "data.train"),
             **own,
         }
     )

@@ -79,6 +79,22 @@ def implied(note: str, *keys: str, expects: tuple[Any, ...] = (), otherwise: str
     return Rule(Outcome.IMPLIED, keys, note, expects=expects, otherwise=otherwise)
 
 
+def each(rule: Rule, *names: str, theirs: str = "") -> dict[str, Rule]:
+    """Give one rule to every key of these words, each behind the prefix `theirs`."""
+    return {theirs + name: rule for line in names for name in line.split()}
+
+
+def renamed(theirs: str, *pairs: str) -> dict[str, str]:
+    """Read words `name=other`, or one name for both: name behind the prefix `theirs` -> other."""
+    words = (word.partition("=") for line in pairs for word in line.split())
+    return {theirs + name: other or name for name, _, other in words}
+
+
+def taken(*pairs: str, theirs: str = "", ours: str = "") -> dict[str, Rule]:
+    """Take over the keys of the words `their_key=our_key` without a change. theirs, ours: prefixes of these keys."""
+    return {name: take(ours + own) for name, own in renamed(theirs, *pairs).items()}
+
+
 def of_learner(rules: Mapping[str, Rule], role: str, names: Iterable[str]) -> dict[str, Rule]:
     """Rules of PPO's settings for a run in which one model trains: keys of the policy become those of `role`, other roles' go."""
     return {name: replace(rules[name], keys=_of_role(rules[name].keys, role)) for name in names}

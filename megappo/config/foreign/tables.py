@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from megappo.config.foreign.flowmesh import FLOWMESH
-from megappo.config.foreign.megatron import MEGATRON
 from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
-from megappo.config.foreign.rule import Outcome, Rule, Trainer
+from megappo.config.foreign.rule import Outcome, Rule, Trainer, taken
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
+
+# Arguments of Megatron-LM, which slime passes through, and slime's own. Only hints use them.
+MEGATRON = Trainer(
+    "Megatron-LM",
+    {
+        **taken(
+            "tensor_model_parallel_size=tp pipeline_model_parallel_size=pp sequence_parallel context_parallel_size=cp",
+            "expert_model_parallel_size=ep expert_tensor_parallel_size=etp virtual_pipeline_model_parallel_size=vpp",
+            "num_virtual_stages_per_pipeline_rank=vpp num_layers_per_virtual_pipeline_stage=vpp",
+            "pipeline_model_parallel_layout=layers_per_stage decoder_first_pipeline_num_layers=layers_per_stage",
+            "decoder_last_pipeline_num_layers=layers_per_stage",
+            ours="policy.parallel.",
+        ),
+        **taken(
+            "moe_aux_loss_coeff=router_aux_coef router_aux_loss_coef=router_aux_coef max_tokens_per_gpu=micro_batch_tokens",
+            "bf16=dtype micro_batch_size=micro_batch_tokens recompute_granularity=recompute load=model lr=optimizer.lr",
+            "min_lr=optimizer.lr_schedule.min_ratio lr_decay_style=optimizer.lr_schedule.type clip_grad=optimizer.clip_grad",
+            "lr_warmup_iters=optimizer.warmup_steps weight_decay=optimizer.weight_decay adam_beta1=optimizer.betas",
+            "adam_beta2=optimizer.betas adam_eps=optimizer.eps use_distributed_optimizer=optimizer.distributed",
+            ours="policy.",
+        ),
+        **taken(
+            "critic_load=critic.checkpoint global_batch_size=data.prompts_per_step train_batch_size=data.prompts_per_step",
+            "data_path=data.train tokenizer_model=data.tokenizer train_iters=trainer.steps eval_interval=trainer.eval_every",
+            "save=run.output_dir seed=run.seed save_interval=checkpoint.save_every tensorboard_dir=telemetry.trackers",
+        ),
+    },
+)
 
 # The first trainer wins where several know a name.
 TRAINERS: tuple[Trainer, ...] = (MEGATRON, VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
