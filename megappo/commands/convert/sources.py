@@ -12,11 +12,10 @@ from typing import Any
 from megappo.commands.convert.shell import UNREAD, parse_shell
 from megappo.config.errors import ConfigError
 from megappo.config.foreign.before_ppo import BEFORE_PPO, FLOWMESH_DPO
-from megappo.config.foreign.flowmesh import FLOWMESH
 from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
 from megappo.config.foreign.rule import Trainer
-from megappo.config.foreign.trl import TRL
+from megappo.config.foreign.trl import FLOWMESH, TRL
 from megappo.config.foreign.verl import VERL
 from megappo.config.keys import leaves
 from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megappo.config.foreign.flowmesh import FLOWMESH
 from megappo.config.foreign.nemo_rl import NEMO_RL, SECTIONS_OF_ROLE, role_rules
 from megappo.config.foreign.openrlhf import OPENRLHF, own_optimizer
 from megappo.config.foreign.rule import (
@@ -23,7 +22,7 @@ from megappo.config.foreign.rule import (
     taken,
     unneeded,
 )
-from megappo.config.foreign.trl import ARGUMENTS, SECTIONS, TRL
+from megappo.config.foreign.trl import ARGUMENTS, FLOWMESH, SECTIONS, TRL
 
 ONE_BOUND = "one bound for the whole sequence"
 NEVER_CUT = "longer ones are left out, never cut"

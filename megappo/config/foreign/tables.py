@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from megappo.config.foreign.flowmesh import FLOWMESH
 from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
 from megappo.config.foreign.rule import Outcome, Rule, Trainer, taken
-from megappo.config.foreign.trl import TRL
+from megappo.config.foreign.trl import FLOWMESH, TRL
 from megappo.config.foreign.verl import VERL
 
 # Arguments of Megatron-LM, which slime passes through, and slime's own. Only hints use them.
