@@ -11,7 +11,7 @@ from typing import Any
 from megappo.commands.convert import learning, single_values, supervised
 from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
 from megappo.commands.convert.single_values import above_zero, listed
-from megappo.config.foreign.rule import Rule
+from megappo.config.foreign.rule import Outcome, Rule
 from megappo.config.role_sections import OptimizerConfig
 
 # ---------------------------------------------------------------------------------------------------------------- batches
@@ -141,26 +141,16 @@ def kl_in_loss(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, translated(rule, value))
 
 
-def nemo_kl(rule: Rule, value: Any, settings: Settings) -> Values:
-    coef = settings.foreign.get("loss_fn.reference_policy_kl_penalty", 0)
-    if not coef:
-        return {"algorithm.kl.placement": "none"}
-    in_reward = settings.foreign.get("loss_fn.use_kl_in_reward", False)
-    return {"algorithm.kl.placement": "reward" if in_reward else "loss", "algorithm.kl.coef": coef}
+def _kl(coefficient: str, default: float, switch: str, on: str, off: str) -> Callable[[Rule, Any, Settings], Values]:
+    """Make the rule of a factor of the KL with a switch beside it that says where the KL is: `on` or `off`."""
 
+    def kl(rule: Rule, value: Any, settings: Settings) -> Values:
+        coef = settings.foreign.get(coefficient, default)
+        if not coef:
+            return {"algorithm.kl.placement": "none"}
+        return {"algorithm.kl.placement": on if settings.foreign.get(switch) else off, "algorithm.kl.coef": coef}
 
-def openrlhf_kl(rule: Rule, value: Any, settings: Settings) -> Values:
-    coef = settings.foreign.get("init_kl_coef", 0.01)
-    if not coef:
-        return {"algorithm.kl.placement": "none"}
-    return {"algorithm.kl.placement": "loss" if settings.foreign.get("use_kl_loss") else "reward", "algorithm.kl.coef": coef}
-
-
-def rounds(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Switch dynamic sampling on, with the default number of rounds."""
-    if not value:
-        raise implied("dynamic sampling is off")
-    return same(rule.keys, 10)
+    return kl
 
 
 def adaptive_kl(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -263,6 +253,10 @@ def _named_trackers(value: Any) -> list[str]:
 
 
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
+    "nemo_kl": _kl("loss_fn.reference_policy_kl_penalty", 0, "loss_fn.use_kl_in_reward", "reward", "loss"),
+    "openrlhf_kl": _kl("init_kl_coef", 0.01, "use_kl_loss", "loss", "reward"),
+    "rounds": _value(lambda value: 10),  # the default number
+    "margin_field": _value(lambda value: "margin"),
     "or_zero": _value(lambda value: max(0, int(number(value)))),
     "positive": _value(lambda value: above_zero(value, "off")),
     "adapter_rank": _value(lambda value: int(above_zero(value, "off: all weights are trained"))),
@@ -300,16 +294,16 @@ JOINED = (
     *(f"offload_{part}" for part in single_values.PARTS),
 )
 
-# Rules of switches, which are not needed where those are off.
-SWITCHES = (
-    "verl_overlong",
-    "nemo_overlong",
-    "openrlhf_overlong",
-    "reward_scale",
-    "openrlhf_correction",
-    "nemo_correction",
-    "fsdp2_if_on",
-)
+# Rules of switches, and what it means that one is off.
+OFF: Mapping[str, tuple[Outcome, str]] = {
+    **dict.fromkeys(("verl_overlong", "nemo_overlong", "openrlhf_overlong", "reward_scale"), (Outcome.UNNEEDED, "off")),
+    **dict.fromkeys(("openrlhf_correction", "nemo_correction", "fsdp2_if_on", "margin_field"), (Outcome.UNNEEDED, "off")),
+    **dict.fromkeys(("peft", "dtensor_lora", "megatron_lora"), (Outcome.IMPLIED, "off: all weights are trained")),
+    "rounds": (Outcome.IMPLIED, "dynamic sampling is off"),
+    "openrlhf_ipo": (Outcome.IMPLIED, "off: DPO"),
+    "average_decay": (Outcome.IMPLIED, "off: no average is kept"),
+    "texts": (Outcome.IMPLIED, "off: PPO's loss alone"),
+}
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")

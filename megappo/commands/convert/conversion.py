@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megappo.commands.convert.arithmetic import BY, CHOOSE, JOINED, LATE, SWITCHES
+from megappo.commands.convert.arithmetic import BY, CHOOSE, JOINED, LATE, OFF
 from megappo.commands.convert.settings import Otherwise, Settings, Values, translated
 from megappo.commands.convert.sources import Source, Unread
 from megappo.config.checks import problems
@@ -208,12 +208,11 @@ def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
 
 
 def _values(row: Row, rule: Rule, settings: Settings) -> Values:
-    if row.value is None and not (rule.values and None in rule.values) and not rule.by:
+    reads_null = rule.by in ("top_k", "trackers") if rule.by else rule.values is not None and None in rule.values
+    if row.value is None and not reads_null:
         raise Otherwise(Outcome.IMPLIED, "null: the default")
-    if rule.by and row.value is None and rule.by not in ("top_k", "trackers"):
-        raise Otherwise(Outcome.IMPLIED, "null: the default")
-    if rule.by in SWITCHES and not row.value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+    if rule.by in OFF and not row.value:
+        raise Otherwise(*OFF[rule.by])
     if rule.by:
         return BY[rule.by](rule, row.value, settings)
     return dict.fromkeys(rule.keys, translated(rule, row.value))

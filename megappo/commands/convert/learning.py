@@ -47,14 +47,10 @@ def loss(rule: Rule, value: Any, settings: Settings) -> Values:
     return {"algorithm.loss.type": ours} | ({"algorithm.loss_aggregation": "seq-mean-token-mean"} if ours == "gspo" else {})
 
 
-def _is_gspo(settings: Settings) -> bool:
-    keys = (f"{ACTOR}.policy_loss.loss_mode", "policy_loss_type", "loss_fn.sequence_level_importance_ratios")
-    return any(settings.foreign.get(key) in ("gspo", True) for key in keys)
-
-
 def aggregation(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate the reduction of token losses, which GSPO does not read."""
-    if _is_gspo(settings):
+    keys = (f"{ACTOR}.policy_loss.loss_mode", "policy_loss_type", "loss_fn.sequence_level_importance_ratios")
+    if any(settings.foreign.get(key) in ("gspo", True) for key in keys):
         raise implied("gspo has its own")
     return same(rule.keys, translated(rule, value))
 

@@ -105,15 +105,11 @@ def listed(value: Any) -> list[Any]:
 
 def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take the decay of a moving average that is switched on; the default is OpenRLHF's."""
-    if not value:
-        raise implied("off: no average is kept")
     return same(rule.keys, number(settings.foreign.get("ema_beta", 0.992)))
 
 
 def texts(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take a second data set and the factor of its loss; OpenRLHF's default factor acts only with the data."""
-    if not value:
-        raise implied("off: PPO's loss alone")
     data, coef = rule.keys
     return {data: value, coef: number(settings.foreign.get("ptx_coef", 0.05))}
 

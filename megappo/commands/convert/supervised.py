@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megappo.commands.convert import single_values
-from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, unneeded
+from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same
 from megappo.commands.convert.single_values import files_of_text, listed
 from megappo.config.foreign.rule import Rule
 
@@ -58,8 +58,6 @@ def trl_loss(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def openrlhf_ipo(rule: Rule, value: Any, settings: Settings) -> Values:
     """Choose IPO, of sums of log-probs as OpenRLHF has it."""
-    if not value:
-        raise implied("off: DPO")
     return {"loss.type": "ipo", "loss.logprob": "sum"}
 
 
@@ -77,8 +75,6 @@ def nemo_nll(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def peft(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take TRL's switch of adapters, with their sizes."""
-    if not value:
-        raise implied("off: all weights are trained")
     if settings.of_trl("use_rslora", False):
         raise missing("rsLoRA: set the rank, and alpha = lora_alpha * sqrt(rank), by hand")
     section = rule.keys[0].rpartition(".")[0]
@@ -92,8 +88,6 @@ def adapters(backend: str, section: str) -> Callable[[Rule, Any, Settings], Valu
     """Make the rule of NeMo-RL's switch of adapters in one of its two backends."""
 
     def rule_of(rule: Rule, value: Any, settings: Settings) -> Values:
-        if not value:
-            raise implied("off: all weights are trained")
         (single_values.if_dtensor if backend == "dtensor_cfg" else single_values.if_megatron)(rule, value, settings)
         role = "value" if rule.keys[0].startswith("critic.") else "policy"
         of = {name: settings.foreign.get(f"{role}.{backend}.{section}.{name}", default) for name, default in OF_NEMO.items()}
@@ -172,9 +166,3 @@ def openrlhf_data(rule: Rule, value: Any, settings: Settings) -> Values:
     ):
         raise missing("sets follow each other, without probabilities")
     return files_of_text(rule, value, settings)
-
-
-def margin_field(rule: Rule, value: Any, settings: Settings) -> Values:
-    if not value:
-        raise unneeded()
-    return same(rule.keys, "margin")
