@@ -145,7 +145,9 @@ def prepare(num_ranks: int) -> None:
     from megappo.parallel.device import check_gpus
 
     check_gpus(num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
+    # The affinity: Slurm may give the job a few of the machine's cores.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
 
 
 def say(end: WorldEnd) -> None:
@@ -324,8 +326,3 @@ def _kill(ranks: Mapping[int, RankProcess]) -> None:
             left = [rank for rank, process in ranks.items() if process.poll() is None]
             raise RuntimeError(f"ranks {left} do not end {_LONGEST_END_S:g} s after SIGKILL (a driver that hangs?)")
         time.sleep(0.01)
-
-
-def _num_cores() -> int:
-    # The affinity: Slurm may give the job a few of the machine's cores.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

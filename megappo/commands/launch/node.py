@@ -30,25 +30,18 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         )
     # Use Slurm's name of the node. torchrun would take the host's own name, which the other nodes may not know, and would order
     # the ranks by it.
-    is_host = str(task.node == 0).lower()
-    return [
-        "--nnodes",
-        str(task.num_nodes),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
-        "--rdzv-id",
-        f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",  # late nodes of an earlier attempt must not join
-        "--rdzv-conf",
-        f"is_host={is_host}",
-        "--local-addr",
-        env["SLURMD_NODENAME"],
-        "--max-restarts",
-        "0",  # a restart is a new attempt of the job, from a checkpoint
-        "--signals-to-handle",
-        "SIGINT,SIGHUP,SIGQUIT",
-    ]
+    options = {
+        "--nnodes": str(task.num_nodes),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
+        # Late nodes of an earlier attempt must not join.
+        "--rdzv-id": f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
+        "--rdzv-conf": f"is_host={str(task.node == 0).lower()}",
+        "--local-addr": env["SLURMD_NODENAME"],
+        "--max-restarts": "0",  # a restart is a new attempt of the job, from a checkpoint
+        "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
+    }
+    return [word for option in options.items() for word in option]
 
 
 def main(arguments: Sequence[str]) -> int:

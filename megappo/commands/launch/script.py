@@ -59,10 +59,11 @@ def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
+    environment.filters |= {"quote": shlex.quote, "in_double_quotes": lambda text: re.sub(r'([\\"$`])', r"\\\1", text)}
+    output = str(log).replace("%", "%%").replace("{job}", "%j")  # sbatch expands %; %j is the job id
     return environment.get_template("job.sbatch.jinja").render(
         job=job,
-        options=[directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
+        options=[directive(option) for option in (f"--job-name={name}", f"--output={output}", *job.options)],
         resume=resume,
         kill_grace_s=KILL_GRACE_S,
         requeue=STOPPED,
@@ -84,15 +85,6 @@ def _one_line(value: object) -> object:
     if hide_secrets(text) != text:
         raise ConfigError(f"job script: {show(text)} holds a secret, which the script would keep; export it before the submission")
     return value
-
-
-def _sbatch_path(path: Path) -> str:
-    """Escape a path for sbatch, which expands %; {job} becomes %j, the job id."""
-    return str(path).replace("%", "%%").replace("{job}", "%j")
-
-
-def _in_double_quotes(text: str) -> str:
-    return re.sub(r'([\\"$`])', r"\\\1", text)
 
 
 def directive(option: str) -> str:

@@ -86,15 +86,7 @@ _OWN_OPTIONS = {
     "signal": "--signal-lead",
     "requeue": "--max-requeues",
     "no-requeue": "--max-requeues",
-    "output": None,
-    "error": None,
-    "open-mode": None,
-    "job-name": None,
-    "chdir": None,
-    "array": None,
-    "wrap": None,
-    "parsable": None,
-    "test-only": None,
+    **dict.fromkeys(("output", "error", "open-mode", "job-name", "chdir", "array", "wrap", "parsable", "test-only")),
 }
 
 

@@ -173,9 +173,8 @@ def train_here(
             say(end)
         else:
             assert record is not None, "restarts are recorded"
-            restarts = _Restarts(num_ranks, arguments, run_dir, record, max_restarts)
-            stack.callback(restarts.close)
-            end = restarts.run(requests, resume=resume)
+            imports = stack.enter_context(contextlib.closing(SharedImports(RANK_MODULE, PRELOADED, "restart")))
+            end = _Restarts(num_ranks, arguments, run_dir, record, max_restarts, imports).run(requests, resume=resume)
     return conclude(end, run_dir)
 
 
@@ -208,10 +207,12 @@ def conclude(end: WorldEnd, run_dir: Path) -> int:
 
 
 class _Restarts:
-    def __init__(self, num_ranks: int, arguments: Sequence[str], run_dir: Path, record: Path, max_restarts: int) -> None:
+    def __init__(
+        self, num_ranks: int, arguments: Sequence[str], run_dir: Path, record: Path, max_restarts: int, imports: SharedImports
+    ) -> None:
         self._num_ranks, self._arguments = num_ranks, list(arguments)
         self._run_dir, self._record, self._max_restarts = run_dir, record, max_restarts
-        self._imports = SharedImports(RANK_MODULE, PRELOADED, "restart")
+        self._imports = imports
 
     def run(self, requests: Requests, *, resume: bool) -> WorldEnd:
         start = next_start((), saved_steps(self._run_dir), attempt=0)
@@ -249,9 +250,6 @@ class _Restarts:
         """True if the run was over before a rank failed in its last moments."""
         recorded = read_end(self._run_dir)
         return recorded is not None and recorded.time >= start.time
-
-    def close(self) -> None:
-        self._imports.close()
 
     def _attempt(self, start: Start, requests: Requests, resume: bool) -> WorldEnd:
         evidence = record_start(self._record, start)

@@ -196,13 +196,10 @@ def _scores(rollout: PackedBatch, roles: Roles) -> Tensor:
     """Scores [B] of all sequences of a rollout, on every rank. Collective over the world."""
     experience, model = Experience.of_whole(rollout), roles.reward_model
     share = experience.for_role(roles.shares[REWARD_MODEL], ())
-    results = {} if model is None else {"raw": model.scores(_in_vocabulary(share.batch, model.engine))}
+    results = {}
+    if model is not None:  # which may have another vocabulary than the policy
+        results["raw"] = model.scores(replace(share.batch, tokens=share.batch.tokens % model.engine.arch.vocab_size))
     return experience.with_results(share, (), ("raw",), results).everywhere(("raw",))["raw"]
-
-
-def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
-    # A reward model may have another vocabulary than the policy.
-    return replace(batch, tokens=batch.tokens % engine.arch.vocab_size)
 
 
 def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:

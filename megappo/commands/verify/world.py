@@ -48,7 +48,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
         engines = backend(layers, config.run.timeouts, device)
         results = _measure(config, engines, images)
         if dist.get_rank() == 0:
-            write_results(Path(folder, f"{name}.pt"), results)
+            torch.save(results, Path(folder, f"{name}.pt"))
         engines.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -65,11 +65,7 @@ def _measure(config: TrainConfig, engines: EngineFactory, images: ImageStore | N
     return Results(first, measure(config, rollouts, engines, parameters=True, images=images))
 
 
-def write_results(path: Path, results: Results) -> None:
-    torch.save(results, path)
-
-
 def read_results(path: Path) -> Results:
-    """Read the results of `write_results`. Only tensors, numbers, text and these classes are unpickled."""
+    """Read the results of a run. Only tensors, numbers, text and these classes are unpickled."""
     with torch.serialization.safe_globals([Results, RoleMeasures, Gathered]):
         return torch.load(path, weights_only=True)
