@@ -116,27 +116,17 @@ def tower_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleW
     return late, patches * working_bytes(vision, itemsize)
 
 
-def forward_bytes(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    tokens: int,
-    itemsize: int,
-    *,
-    value_head: bool = False,
-    fused: bool = False,
-    longest: int = 0,
-    patches: int = 0,
-) -> int:
-    """Peak bytes of a stage in a pass without gradients: in one layer, at the model's output, or in a vision tower. longest: as in
-    `RoleWork`. patches: of images in the micro-batch."""
+def forward_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, tokens: int, work: RoleWork) -> int:
+    """Peak bytes of a stage in a pass without gradients: in one layer, at the model's output, or in a vision tower. tokens: of the
+    micro-batch on this rank."""
+    itemsize, fused, patches = ITEMSIZE[work.dtype], work.fused, work.patches[1]
     kinds = set().union(*_kinds_of_chunks(arch, layout, stage))
     layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
-    layer = max(layer, tokens * score_bytes_per_token(arch, layout, longest, itemsize)[1])
+    layer = max(layer, tokens * score_bytes_per_token(arch, layout, work.longest, itemsize)[1])
     if arch.vision is not None and stage == 0 and patches:
         late = arch.vision.deepstack * tokens * arch.hidden_size // sequence_shards(layout) * itemsize
         layer = max(layer + late, patches * working_bytes(arch.vision, itemsize))
-    if stage < layout.pp - 1 or value_head:
+    if stage < layout.pp - 1 or work.value_head:
         return layer
     return max(layer, output_bytes(arch, layout, tokens, itemsize, fused, trained=False))
 

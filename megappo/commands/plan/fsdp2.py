@@ -70,9 +70,8 @@ class _Shards:
     moving: int  # elements of those that train
     weights: int  # bytes of the shards
     read: int  # bytes of the largest weight that a product rebuilds from 8 bits
-    root: int  # bytes of the root's group when gathered
-    layer: int  # bytes of the largest layer's group when gathered
-    moving_gathered: Mapping[str, int]  # parameter that trains -> elements when gathered
+    whole: int  # elements of those that train when gathered
+    gathered: Gathered
 
 
 def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shards:
@@ -115,14 +114,26 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
     moving = sum(moving_of_rank.values())
     still_in_bytes = in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank})
     root, layer = _in_groups(in_bytes(gathered))
+    moving_root, moving_layer = _in_groups(moving_gathered)
+    in_layers = [size for name, size in moving_gathered.items() if layer_prefix(name)]
+    projection = EMBEDDING if arch.tied_embeddings else OUTPUT
     return _Shards(
         held=sum(of_rank.values()),
         moving=moving,
         weights=moving * FP32 + sum(still_in_bytes.values()),  # what trains is fp32, and rounded as it is gathered
         read=max((gathered[name] for name in int8), default=0) * itemsize,
-        root=root,
-        layer=layer,
-        moving_gathered=moving_gathered,
+        whole=sum(moving_gathered.values()),
+        gathered=Gathered(
+            root,
+            layer,
+            root_gradient=moving_root * itemsize,
+            projection_gradient=0 if value_head else moving_gathered.get(projection, 0) * itemsize,
+            matrix=max(in_layers, default=0) * itemsize,
+            layer_gradient=moving_layer * itemsize,
+            root_reduced=moving_root * FP32,
+            layer_reduced=moving_layer * FP32,
+            shards=layout.dp * layout.cp,
+        ),
     )
 
 
@@ -143,41 +154,6 @@ def _in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
     return root, max(by_layer.values(), default=0)
 
 
-def _peaks(
-    unsharded: RoleMemory,
-    arch: ModelArch,
-    layout: ParallelLayout,
-    work: RoleWork,
-    shards: _Shards,
-    scores: tuple[int, int],
-    passes: OwnPasses | None,
-) -> tuple[int, int]:
-    """Bytes of activations and gathered tensors in (a pass without gradients, a training pass)."""
-    itemsize = ITEMSIZE[work.dtype]
-    moving_root, moving_layer = _in_groups(shards.moving_gathered)
-    if passes is None:
-        # The root's group stays gathered, and the layer at work with the next one.
-        gathered = shards.root + 2 * shards.layer
-        # The backward pass adds whole gradients of the root and a layer, and a copy in fp32 while they are reduced.
-        gradients = (moving_root + moving_layer) * (itemsize + FP32)
-        return unsharded.forward + scores[0] + gathered, unsharded.activations + scores[1] + gathered + gradients
-    projection = EMBEDDING if arch.tied_embeddings else OUTPUT
-    in_layers = [size for name, size in shards.moving_gathered.items() if layer_prefix(name)]
-    whole = Gathered(
-        shards.root,
-        shards.layer,
-        moving_root * itemsize,
-        0 if work.value_head else shards.moving_gathered.get(projection, 0) * itemsize,
-        max(in_layers, default=0) * itemsize,
-        moving_layer * itemsize,
-        moving_root * FP32,
-        moving_layer * FP32,
-        layout.dp * layout.cp,
-    )
-    forward = forward_peak(arch, layout, itemsize, passes, whole) + scores[0]
-    return forward, training_peak(arch, layout, itemsize, passes, whole) + scores[1] if work.trained else forward
-
-
 def sharded_memory(
     unsharded: RoleMemory,
     arch: ModelArch,
@@ -195,8 +171,19 @@ def sharded_memory(
     inputs_on_host: from `inputs_away`. passes: for a model of a family, whose activations `hf_activations.py` counts; None keeps
     the estimate for Megatron in `unsharded`."""
     shards = _shards_of(arch, layout, work)
-    forward, activations = _peaks(unsharded, arch, layout, work, shards, scores, passes)
-    waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0
+    whole, itemsize = shards.gathered, ITEMSIZE[work.dtype]
+    if passes is None:
+        # The root's group stays gathered, and the layer at work with the next one.
+        forward, activations = (peak + whole.root + 2 * whole.layer for peak in (unsharded.forward, unsharded.activations))
+        # The backward pass adds whole gradients of the root and a layer, and a copy in fp32 while they are reduced.
+        activations += whole.root_gradient + whole.layer_gradient + whole.root_reduced + whole.layer_reduced
+    else:
+        forward = forward_peak(arch, layout, itemsize, passes, whole)
+        activations = training_peak(arch, layout, itemsize, passes, whole)
+    forward, activations = forward + scores[0], activations + scores[1]
+    if passes is not None and not work.trained:
+        activations = forward
+    waiting = shards.whole * FP32 if accumulates else 0
     weights, moving = shards.weights, shards.moving
     gradients, optimizer = moving * FP32, 2 * moving * FP32
     saved = weights if work.frozen else moving * FP32  # adapters are saved without their base

@@ -7,7 +7,7 @@ from collections import Counter as Counted
 from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm, prod
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from megappo.commands.plan.activations import (
     FP32,
@@ -179,12 +179,12 @@ def role_memory(
     elif frozen:
         trains = count_unfrozen(arch, layout, stage, frozen, count, work.value_head)
     gradients = trains.total * FP32 if work.trained else 0
-    optimizer = _optimizer_bytes(trains, itemsize, layout, work.distributed_optimizer) if work.trained else 0
+    optimizer = 0
+    if work.trained:  # two fp32 moments, and an fp32 copy of every weight that is not fp32
+        optimizer = sharded_bytes(trains, 2 if itemsize == FP32 else 3, 2, layout, work.distributed_optimizer)
     tokens = -(-work.micro_batch_tokens // layout.cp)
     pass_tokens = tokens if work.forward_tokens is None else -(-work.forward_tokens // layout.cp)
-    sizes: dict[str, Any] = {"value_head": work.value_head, "fused": work.fused, "longest": work.longest}
-    sizes["patches"] = work.patches[1]
-    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, **sizes)
+    forward = forward_bytes(arch, layout, stage, pass_tokens, work)
     if work.values is not None:
         forward += micro_batch_bytes(layout, work.forward_tokens or work.micro_batch_tokens, work.values[0])
     forward += read
@@ -279,11 +279,6 @@ def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> in
     """Bytes that each rank writes if dp x cp ranks share the dense layers of `held` bytes, and edp ranks the experts."""
     experts = held * count.experts // count.total
     return -(-(held - experts) // (layout.dp * layout.cp)) + -(-experts // layout.edp)
-
-
-def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Bytes of two fp32 moments, and of an fp32 copy of every weight that is not fp32."""
-    return sharded_bytes(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
 
 
 def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:

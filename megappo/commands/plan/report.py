@@ -58,7 +58,11 @@ def brief(plan: Plan, data: AnyData, notes: Sequence[str], command: str) -> str:
     """Plan of a run that starts: ranks, the fullest rank's memory, batches and data. command: prints the whole one."""
     layouts = ", ".join(f"{role} {layout}" for role, layout in plan.layouts.items())
     batch = _batch_lines(plan)[: 1 + len({update_schedule(plan.config, role) for role in trained_sections(plan.config)})]
-    models = [_model_of(plan, role) for role in plan.layouts] if plan.is_supervised else []
+    models = [
+        f"  {role}: {plan.archs[role].family} of {sum(_parameters(plan, role).values()):,} parameters, {layout} on "
+        f"{layout.world_size} ranks"
+        for role, layout in (plan.layouts.items() if plan.is_supervised else ())
+    ]
     lines = [
         f"plan (all of it: {command})",
         *(models or [f"  {plan.world_size} ranks on {plan.device}: {layouts}", f"  {_rollout_ranks(plan)}"]),
@@ -67,11 +71,6 @@ def brief(plan: Plan, data: AnyData, notes: Sequence[str], command: str) -> str:
         *_data_lines(plan, data),
     ]
     return "\n".join([*lines, *remark_lines(plan, notes)]) + "\n"
-
-
-def _model_of(plan: Plan, role: str) -> str:
-    parameters, layout = sum(_parameters(plan, role).values()), plan.layouts[role]
-    return f"  {role}: {plan.archs[role].family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks"
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
