@@ -41,7 +41,6 @@ def main(args: argparse.Namespace) -> int:
     from megappo.commands.plan.supervised import unpassed_roles
     from megappo.commands.tune.written import lines_of_plan
     from megappo.config.output_file import check_output_file
-    from megappo.config.supervised import SupervisedConfig
     from megappo.telemetry.hardware import load_hardware
 
     target = None if args.plot is None else check_output_file("--plot", args.plot, PICTURES)
@@ -53,8 +52,7 @@ def main(args: argparse.Namespace) -> int:
     planned = plan_here(config, ranks, gib, resume=args.resume, shapes_only=args.shapes_only, device=device)
     print(planned.report(), end="")
     if hardware is not None:
-        unpassed = unpassed_roles(config) if isinstance(config, SupervisedConfig) else frozenset[str]()
-        print("\n  ".join(["\nstep", *lines_of_plan(planned.plan, hardware, unpassed)]))
+        print("\n  ".join(["\nstep", *lines_of_plan(planned.plan, hardware, unpassed_roles(config))]))
     if planned.plan.device == "cpu" and config.run.device == "auto":
         print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")
     if target is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
 from megappo.commands.plan.report import brief, report
@@ -55,19 +54,10 @@ def plan_run(
     device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
     shapes_only, tokenizer and data may be missing too."""
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
-    is_supervised = isinstance(config, SupervisedConfig)
-    if isinstance(config, SupervisedConfig):
-        planned, of_head = planned_step(config), head_notes(config)
-        archs, layouts = as_planned(config, checked.archs), as_planned(config, checked.layouts)
-    else:
-        planned, archs, layouts, of_head = config, checked.archs, checked.layouts, ()
-    where = (archs, layouts, world_size, device, device_memory)
+    planned, is_supervised = planned_step(config), isinstance(config, SupervisedConfig)
+    where = (as_planned(config, checked.archs), as_planned(config, checked.layouts), world_size, device, device_memory)
     plan = make_plan(planned, *where, is_supervised=is_supervised)
-    notes = (
-        *of_head,
-        *checked.notes,
-        *map(partial(own_keys, config) if isinstance(config, SupervisedConfig) else str, _idle_notes(plan)),
-    )
+    notes = (*head_notes(config), *checked.notes, *(own_keys(config, note) for note in _idle_notes(plan)))
     if shapes_only:
         only = "only shapes were looked at: tensors, tokenizer and data are unchecked and may be missing"
         return PlannedRun(plan, None, (*notes, only))

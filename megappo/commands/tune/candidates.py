@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from megappo.commands.plan.estimate import Plan
-from megappo.commands.plan.memory import RoleMemory, RolloutMemory
+from megappo.commands.plan.memory import RolloutMemory
 from megappo.commands.plan.phases import Phase, phases, tightest
 from megappo.commands.tune.cost import RoleCost, Settings
 from megappo.commands.tune.generation import PINNED_VLLM, GenerationCost, Overlap
@@ -122,8 +122,6 @@ class Candidate:
     role: str
     settings: Settings
     need: Need
-    memory: RoleMemory
-    """Memory of the fullest stage."""
     cost: RoleCost
     generate_s: float
     """Seconds of generation by the policy itself; 0 with vLLM."""

@@ -14,7 +14,7 @@ from megappo.commands.tune.parts import parts_of
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.work import Axis, span
 from megappo.parallel.layout import ParallelLayout
-from megappo.telemetry.hardware import Calibration, Hardware
+from megappo.telemetry.hardware import Hardware
 from megappo.telemetry.tables import GIB, figures, table_of
 
 NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
@@ -37,19 +37,15 @@ def report(search: Search, choice: Choice, top: int) -> str:
 def assumptions(workload: Workload, machine: Machine) -> list[str]:
     hardware = machine.hardware
     nodes = -(-machine.world_size // hardware.gpus_per_node)
+    calibrated = ", ".join(f"{stage} x {figures(factor)}" for stage, factor in hardware.calibration.named().items())
     return [
         f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: "
         f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
-        *_calibration(hardware.calibration),
+        *([f"calibrated by a run: {calibrated}"] if calibrated else []),
         f"a step: {workload.samples:,} samples of {_lengths(workload)} tokens, " + _updates(workload),
         *([_windows(workload)] if workload.windows > 1 else []),
         *([_pictures(workload.pictures)] if workload.pictures is not None else []),
     ]
-
-
-def _calibration(calibration: Calibration) -> list[str]:
-    said = ", ".join(f"{stage} x {figures(factor)}" for stage, factor in calibration.named().items())
-    return [f"calibrated by a run: {said}"] if said else []
 
 
 def _lengths(workload: Workload) -> str:

@@ -50,11 +50,9 @@ ANSWER = Metric.ENVIRONMENT_MEAN.value
 
 def make_search(run: AnyConfig, args: argparse.Namespace) -> Search:
     """Build the search that the options ask for. ConfigError, one line, if they do not fit together."""
-    config = run
     if isinstance(run, SupervisedConfig):
         _check_supervised(run, args)
-        config = planned_step(run)
-    assert isinstance(config, TrainConfig)
+    config = planned_step(run)
     gpus = args.gpus if args.gpus is not None else config.run.num_ranks
     if gpus is None:
         raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
@@ -84,14 +82,12 @@ def make_search(run: AnyConfig, args: argparse.Namespace) -> Search:
         check_config(own, explicit_keys(own), gpus, machine.device)
     else:
         check_config(neutral, explicit_keys(neutral), gpus, machine.device)
-    archs = as_planned(run, read_archs(run)) if isinstance(run, SupervisedConfig) else read_archs(config)
+    archs = as_planned(run, read_archs(run))
     check_layouts(neutral, archs, gpus, implementation)
     if config.rollout.engine == "vllm":
         tokens, in_fp32 = step_arithmetic(config).max_sequence_tokens, config.policy.dtype == "fp32"
         check_vllm(archs["policy"], tokens, machine.device, in_fp32)
-    workload = _workload(config, args)
-    if isinstance(run, SupervisedConfig):
-        workload = replace(workload, given=True, unpassed=unpassed_roles(run))
+    workload = replace(_workload(config, args), given=isinstance(run, SupervisedConfig), unpassed=unpassed_roles(run))
     return Search(config, archs, machine, workload, tuned)
 
 
@@ -287,9 +283,7 @@ def tune(args: argparse.Namespace, config: AnyConfig) -> int:
             print("\n".join(measured_lines(measurement)))
             facts["measured"] = measured_facts(measurement)
             choice = best_measured(search, choice, measurement)
-        overrides, machine = overrides_of(search, choice), search.machine
-        if isinstance(config, SupervisedConfig):
-            overrides = [own_keys(config, line) for line in overrides]
+        overrides, machine = [own_keys(config, line) for line in overrides_of(search, choice)], search.machine
         written = load_run(args.config, [*args.overrides, *overrides])  # with the user's names of models; the last key counts
         chosen = with_local_models(written, shapes_only=True)
         planned = plan_run(chosen, machine.world_size, machine.device, machine.device_memory, shapes_only=True)

@@ -193,8 +193,7 @@ class Search:
         key = self._key(role, settings)
         if key not in self._costs:
             self._costs[key] = self._cost(role, settings, need.layout, stages)
-        memory = max(stages.values(), key=lambda one: one.resident + one.active)
-        return Candidate(role, settings, need, memory, *self._costs[key])
+        return Candidate(role, settings, need, *self._costs[key])
 
     def _cost(
         self, role: str, settings: Settings, layout: ParallelLayout, stages: Mapping[int, RoleMemory]
