@@ -218,21 +218,8 @@ def beside_sampler(memory: RoleMemory, is_trained: bool) -> int:
     return memory.saving if is_trained else memory.inferring
 
 
-def make_plan(
-    config: TrainConfig,
-    archs: Mapping[str, ModelArch],
-    layouts: Mapping[str, ParallelLayout],
-    world_size: int,
-    device: Device,
-    device_memory: int | None = None,
-    *,
-    is_supervised: bool = False,
-    shown: Shown | None = None,
-) -> Plan:
-    """Plan a run and check it. ConfigError if its certain memory exceeds `device_memory` (bytes), or if vLLM could not start.
-    shown: images of a prompt; None: as far as keys say."""
-    plan = work_out(config, archs, layouts, world_size, device, device_memory, shown)
-    plan = replace(plan, is_supervised=is_supervised)
+def check_plan(plan: Plan) -> Plan:
+    """Check a plan and add its warnings. ConfigError if its certain memory exceeds the device's, or if vLLM could not start."""
     check_kv_cache(plan)
     plan = _check_fit(plan)
     check_rollout_start(plan)
@@ -248,7 +235,8 @@ def work_out(
     device_memory: int | None = None,
     shown: Shown | None = None,
 ) -> Plan:
-    """Plan a run without checking whether it fits. Arguments as `make_plan`."""
+    """Plan a run without checking whether it fits. device_memory: bytes of one GPU. shown: images of a prompt; None: as far as keys
+    say."""
     step = step_arithmetic(config)
     micro_batches = {role: _work(config, role, layout, device).num_micro_batches for role, layout in layouts.items()}
     memory = {
@@ -307,7 +295,7 @@ def feature_bytes(
     config: TrainConfig, archs: Mapping[str, ModelArch], replicas: Mapping[str, int], shown: Shown | None = None
 ) -> int:
     """Most bytes of features that the frozen towers of a rank keep through a step (`data.images.Features`). replicas: as in
-    `experience_bytes`. shown: as in `make_plan`."""
+    `experience_bytes`. shown: as in `work_out`."""
     held, samples = 0, step_arithmetic(config).samples
     for role, count in replicas.items():
         arch, settings = archs[role], section_of(config, role)
@@ -341,7 +329,7 @@ def memory_of_stages(
     device: Device,
     shown: Shown | None = None,
 ) -> dict[int, RoleMemory]:
-    """Stage -> memory of one of its ranks, of these stages of a role's layout. shown: as in `make_plan`."""
+    """Stage -> memory of one of its ranks, of these stages of a role's layout. shown: as in `work_out`."""
     settings, work = section_of(config, role), _work(config, role, layout, device)
     work = replace(work, patches=patches_of(config, role, arch, layout, work, shown))
     if work.values is not None and (role == "policy" or role == "reference" and config.rollout.replay_experts == "all"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
+from megappo.commands.plan.estimate import Plan, bytes_of_gib, check_plan, samples_of_pass, work_out
 from megappo.commands.plan.report import brief, report
 from megappo.commands.plan.supervised import as_planned, head_notes, own_keys, planned_step
-from megappo.commands.plan.tower import shown_in_data
+from megappo.commands.plan.tower import Shown, shown_in_data
 from megappo.commands.prepared import device_of
 from megappo.config.batch import mini_batch_key
 from megappo.config.checks import Device
@@ -54,9 +54,13 @@ def plan_run(
     device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
     shapes_only, tokenizer and data may be missing too."""
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
-    planned, is_supervised = planned_step(config), isinstance(config, SupervisedConfig)
+    planned = planned_step(config)
     where = (as_planned(config, checked.archs), as_planned(config, checked.layouts), world_size, device, device_memory)
-    plan = make_plan(planned, *where, is_supervised=is_supervised)
+
+    def planned_with(shown: Shown | None) -> Plan:
+        return check_plan(replace(work_out(planned, *where, shown), is_supervised=isinstance(config, SupervisedConfig)))
+
+    plan = planned_with(None)
     notes = (*head_notes(config), *checked.notes, *(own_keys(config, note) for note in _idle_notes(plan)))
     if shapes_only:
         only = "only shapes were looked at: tensors, tokenizer and data are unchecked and may be missing"
@@ -64,7 +68,7 @@ def plan_run(
     check_values(config, checked.archs)
     data = load_data(config, checked.archs)
     if isinstance(data, EvaluationData) and data.images is not None:  # now as many and as large as they are
-        plan = make_plan(planned, *where, is_supervised=is_supervised, shown=shown_in_data(planned, data.images))
+        plan = planned_with(shown_in_data(planned, data.images))
     return PlannedRun(plan, data, (*notes, *data.notes))
 
 

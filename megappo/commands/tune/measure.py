@@ -165,9 +165,8 @@ def _run(search: Search, folder: Path, names: Sequence[str], *, in_job: bool) ->
 def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried:
     outcome = read_outcome(folder, name)
     assert outcome is not None, "every trial has run"
-    if isinstance(outcome, Failed):
-        return Tried(one, outcome, None, outcome_file(folder, name))
-    return Tried(one, outcome, phases_of(outcome, one.role, workload), outcome_file(folder, name))
+    phases = None if isinstance(outcome, Failed) else phases_of(outcome, one.role, workload)
+    return Tried(one, outcome, phases, outcome_file(folder, name))
 
 
 def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 
 from megappo.commands.plan import estimate, reserve
 from megappo.commands.plan.activations import layer_elements_per_token
-from megappo.commands.plan.estimate import check_rollout_start, make_plan, sequences_at_once
+from megappo.commands.plan.estimate import check_plan, check_rollout_start, sequences_at_once, work_out
 from megappo.commands.plan.memory import GIB
 from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.commands.plan.report import phase_lines, report
@@ -41,7 +41,7 @@ def planned(path, overrides, ranks=2, memory=None, device="cuda"):
     """On GPUs, where all of a role can be offloaded."""
     config = load_config(path, ["run.device=auto", *overrides])
     archs = read_archs(config)
-    return make_plan(config, archs, check_layouts(config, archs, ranks), ranks, device, memory)
+    return check_plan(work_out(config, archs, check_layouts(config, archs, ranks), ranks, device, memory))
 
 
 @pytest.mark.parametrize("overrides", [[], OFFLOAD, ["policy.recompute=full"], ["algorithm.kl.placement=none"]], ids=str)

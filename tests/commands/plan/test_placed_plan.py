@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from megappo.commands.plan.estimate import GIB, ids_of_token, make_plan, sequences_at_once
+from megappo.commands.plan.estimate import GIB, check_plan, ids_of_token, sequences_at_once, work_out
 from megappo.commands.plan.phases import phases, tightest
 from megappo.commands.plan.plot import figure_of
 from megappo.commands.plan.report import in_flight_bytes, report
@@ -25,7 +25,7 @@ SPLIT = ["run.num_ranks=null", "policy.ranks=0-3", "critic.ranks=4-5", "referenc
 def plan_of(path, overrides, ranks=WORLD, device="cpu", memory=None):
     config = load_config(path, overrides)
     archs = read_archs(config)
-    return make_plan(config, archs, check_layouts(config, archs, ranks), ranks, device, memory)
+    return check_plan(work_out(config, archs, check_layouts(config, archs, ranks), ranks, device, memory))
 
 
 def test_a_rank_holds_the_roles_that_live_on_it(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from megappo.commands import cli
 from megappo.commands.plan.activations import micro_batch_bytes
-from megappo.commands.plan.estimate import make_plan, values_read
+from megappo.commands.plan.estimate import check_plan, values_read, work_out
 from megappo.commands.plan.memory import GIB
 from megappo.commands.plan.report import checkpoint_bytes, report
 from megappo.commands.plan.run import plan_run
@@ -25,7 +25,7 @@ from tests.commands.plan.checkpoints import LLAMA_7B, SPARSE, TINY, write_checkp
 def plan_of(path, overrides=(), ranks=2, device="cpu", memory=None):
     config = load_config(path, overrides)
     archs = read_archs(config)
-    return make_plan(config, archs, check_layouts(config, archs, ranks), ranks, device, memory)
+    return check_plan(work_out(config, archs, check_layouts(config, archs, ranks), ranks, device, memory))
 
 
 def test_the_quickstart_plan_by_hand(tmp_path):

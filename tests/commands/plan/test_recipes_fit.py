@@ -11,7 +11,7 @@ import transformers
 
 from megappo.commands import cli
 from megappo.commands.convert.shell import parse_shell
-from megappo.commands.plan.estimate import make_plan
+from megappo.commands.plan.estimate import check_plan, work_out
 from megappo.commands.plan.memory import GIB, count_parameters
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config, load_run
@@ -46,7 +46,7 @@ def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name):
     world = config.run.num_ranks
     assert world is not None
     layouts = check_layouts(config, archs, world)
-    plan = make_plan(config, archs, layouts, world, "cuda", 80 * GIB)
+    plan = check_plan(work_out(config, archs, layouts, world, "cuda", 80 * GIB))
     assert not plan.warnings and plan.rollout is not None and plan.rollout.kv_cache is not None
     assert plan.rollout.kv_cache // plan.rollout.kv_bytes_per_token >= plan.step.max_sequence_tokens
     small = make_plan_on(config, archs, layouts, world, plan.certain(plan.fullest_rank()) // 10)
@@ -56,7 +56,7 @@ def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name):
 def make_plan_on(config, archs, layouts, world, memory):
     """The plan, None if it is refused."""
     try:
-        return make_plan(config, archs, layouts, world, "cuda", memory)
+        return check_plan(work_out(config, archs, layouts, world, "cuda", memory))
     except ConfigError:
         return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megappo.commands import cli
-from megappo.commands.plan.estimate import make_plan
+from megappo.commands.plan.estimate import check_plan, work_out
 from megappo.commands.plan.run import plan_run
 from megappo.commands.tune import trials
 from megappo.commands.tune.candidates import Machine
@@ -68,7 +68,7 @@ def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
     assert "run.num_ranks=16" in overrides and "policy.parallel.layers_per_stage=null" in overrides
     config = load_config(path, overrides)
     archs = read_archs(config)
-    plan = make_plan(config, archs, check_layouts(config, archs, 16), 16, "cuda", load_hardware("h100").memory_bytes)
+    plan = check_plan(work_out(config, archs, check_layouts(config, archs, 16), 16, "cuda", load_hardware("h100").memory_bytes))
     facts = json.loads((tmp_path / "all.json").read_text())
     assert not plan.warnings and facts["overrides"] == overrides
     assert plan.peak(plan.fullest_rank()) == facts["peak_bytes"] <= load_hardware("h100").usable_bytes
