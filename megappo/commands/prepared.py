@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:  # imported when a command needs them
     from megappo.config.checks import Device
     from megappo.config.supervised import AnyConfig
+    from megappo.runtime.ending import StopRequest
 
 Config = TypeVar("Config", bound="AnyConfig")
 
@@ -23,6 +25,19 @@ def local_models(config: Config) -> Config:
 
     start_distributed(select_device(config.run.device), config.run.timeouts)
     return local_models_of_ranks(config)
+
+
+def enter_rank(stop: StopRequest | None = None) -> None:
+    """Set up tracebacks, signals and the end with the launcher, before anything heavy is imported."""
+    from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.helper_process import stay_deaf
+    from megappo.runtime.world import end_with_launcher
+
+    stay_deaf()
+    end_with_launcher()
+    if stop is not None:
+        stop.listen()
+    record_exceptions(int(os.environ["RANK"]))
 
 
 def leave_world() -> None:

@@ -7,15 +7,11 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megappo.commands.prepared import device_of, leave_world, local_models
+from megappo.commands.prepared import device_of, enter_rank, leave_world, local_models
 from megappo.config.errors import ConfigError
 from megappo.runtime.ending import DONE
 from megappo.runtime.life import LAUNCHER_LISTENS
-
-if TYPE_CHECKING:
-    from megappo.runtime.ending import StopRequest
 
 
 def train_rank(args: argparse.Namespace, kind: str | None) -> int:
@@ -25,7 +21,7 @@ def train_rank(args: argparse.Namespace, kind: str | None) -> int:
     from megappo.runtime.world import world_size
 
     stop = StopRequest()
-    _enter(stop)
+    enter_rank(stop)
     if args.max_restarts:
         raise ConfigError(
             f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
@@ -47,18 +43,6 @@ def train_rank(args: argparse.Namespace, kind: str | None) -> int:
     leave_world()
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE
-
-
-def _enter(stop: StopRequest) -> None:
-    """Set up tracebacks, signals and the end with the launcher, before anything heavy is imported."""
-    from megappo.runtime.failure import record_exceptions
-    from megappo.runtime.helper_process import stay_deaf
-    from megappo.runtime.world import end_with_launcher
-
-    stay_deaf()
-    end_with_launcher()
-    stop.listen()
-    record_exceptions(int(os.environ["RANK"]))
 
 
 def _tell(line: str, notes: Sequence[str]) -> None:

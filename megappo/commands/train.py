@@ -36,7 +36,11 @@ def main(args: argparse.Namespace, kind: str | None = None) -> int:
     keep_console()
     join_srun()
     if args.replay is not None:
-        _require_replayable(args, load_config(args.config, args.overrides).rollout.max_staleness)
+        fault = "use it without --max-restarts; a replay that fails would fail again" if args.max_restarts else None
+        if load_config(args.config, args.overrides).rollout.max_staleness is None:
+            fault = "rollout.max_staleness is null, and such a run repeats by itself; leave it out"
+        if fault is not None:
+            raise ConfigError(f"--replay {args.replay}: {fault}")
     if is_rank():
         from megappo.commands.rank import train_rank
 
@@ -51,10 +55,3 @@ def main(args: argparse.Namespace, kind: str | None = None) -> int:
     replay = None if args.replay is None else Path(args.replay)
     holder = f"megappo {name} {args.config}"
     return start_here(args, config, holder, command=None if args.max_restarts else command, replay=replay)
-
-
-def _require_replayable(args: argparse.Namespace, staleness: int | None) -> None:
-    if staleness is None:
-        raise ConfigError(f"--replay {args.replay}: rollout.max_staleness is null, and such a run repeats by itself; leave it out")
-    if args.max_restarts:
-        raise ConfigError(f"--replay {args.replay}: use it without --max-restarts; a replay that fails would fail again")

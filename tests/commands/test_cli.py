@@ -275,7 +275,7 @@ def test_a_current_directory_that_is_gone_is_named(capsys, tmp_path, monkeypatch
 
 
 def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rank, "_enter", lambda stop: None)
+    monkeypatch.setattr(rank, "enter_rank", lambda stop: None)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     code, _, err = run(capsys, "train", write_run(tmp_path), "--max-restarts", "2")

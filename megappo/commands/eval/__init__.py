@@ -6,7 +6,7 @@ import argparse
 import os
 
 from megappo.commands.parser import AddCommand
-from megappo.commands.prepared import device_of, leave_world, local_models, require_device
+from megappo.commands.prepared import device_of, enter_rank, leave_world, local_models, require_device
 from megappo.runtime.ending import DONE
 
 
@@ -30,16 +30,12 @@ def add_command(command: AddCommand) -> None:
 def main(args: argparse.Namespace) -> int:
     from megappo.commands.launch.local import start_ranks
     from megappo.config.loading import load_config
-    from megappo.runtime.failure import record_exceptions
-    from megappo.runtime.helper_process import stay_deaf
-    from megappo.runtime.world import end_with_launcher, is_rank, join_srun, world_size
+    from megappo.runtime.world import is_rank, join_srun, world_size
     from megappo.trainer.prepare.hub import local_overrides
 
     join_srun()
     if is_rank():
-        stay_deaf()
-        end_with_launcher()
-        record_exceptions(int(os.environ["RANK"]))
+        enter_rank()
     written = load_config(args.config, args.overrides)
     config = local_models(written)
     from megappo.config.output_file import check_output_file

@@ -97,7 +97,11 @@ def start_here(
     if args.resume and _is_done(config, run_dir, planned.data.total_steps):
         return DONE
     if replay is not None:
-        _check_replay(planned, replay, ranks)
+        from megappo.trainer.halves import check_replay
+        from megappo.trainer.prepare.data import RunData
+
+        assert isinstance(planned.data, RunData), "an asynchronous run has prompts"
+        check_replay(planned.plan.config, planned.data, replay, ranks)
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
     if copies is not None:
@@ -114,14 +118,6 @@ def start_here(
         if planned.plan.device == "cuda" or config.telemetry.hardware is not None:
             predict_here(planned, run_dir)
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
-
-
-def _check_replay(planned: PlannedRun, replay: Path, ranks: int) -> None:
-    from megappo.trainer.halves import check_replay
-    from megappo.trainer.prepare.data import RunData
-
-    assert isinstance(planned.data, RunData), "an asynchronous run has prompts"
-    check_replay(planned.plan.config, planned.data, replay, ranks)
 
 
 def predict_here(planned: PlannedRun, run_dir: Path) -> None:

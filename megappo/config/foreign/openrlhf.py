@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megappo.config.foreign.rule import (
     ALWAYS_PACKED,
+    AS_VLLM,
     CHECKPOINTING,
     EAGER,
     KL_ESTIMATORS,
@@ -303,14 +304,6 @@ _TODAY = {
     "ds.experts_implementation": unneeded("kernels are chosen by model.impl", "model.impl"),
 }
 
-_CHOSEN = {
-    "policy.parallel.tp": "tp_of_rollout",
-    "policy.parallel.sequence_parallel": "sequence_parallel_of_tp",
-    "critic.parallel.tp": "tp_of_rollout",
-    "critic.parallel.sequence_parallel": "sequence_parallel_of_tp",
-    "reward.parts": "rules_of_data",
-}
-
 OPENRLHF = Trainer(
     "OpenRLHF",
     _RULES | _TODAY,
@@ -318,7 +311,7 @@ OPENRLHF = Trainer(
     defaults=_DEFAULTS | {"actor.min_lr_ratio": 0.1, "critic.min_lr_ratio": 0.1},
     sections=("actor.muon", "critic.muon"),
     renamed=_RENAMED,
-    chosen=_CHOSEN,
+    chosen=AS_VLLM,
 )
 
 LIGHTRFT = Trainer(
@@ -349,5 +342,5 @@ LIGHTRFT = Trainer(
     },
     commands=("train_colocate.py", "lightrft"),
     defaults=_DEFAULTS,
-    chosen=_CHOSEN,
+    chosen=AS_VLLM,
 )

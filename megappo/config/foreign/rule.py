@@ -158,3 +158,11 @@ FP32_MAIN = "main weights are fp32"
 OLD_FSDP = "of FSDP's first version"
 ALWAYS_PACKED = "batches are always packed, without padding"
 RAY = "there is no Ray and no driver"
+# Choices for sources that shard by FSDP: layouts cut as vLLM is.
+AS_VLLM = {
+    "policy.parallel.tp": "tp_of_rollout",
+    "policy.parallel.sequence_parallel": "sequence_parallel_of_tp",
+    "critic.parallel.tp": "tp_of_rollout",
+    "critic.parallel.sequence_parallel": "sequence_parallel_of_tp",
+    "reward.parts": "rules_of_data",
+}

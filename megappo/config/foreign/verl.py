@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megappo.config.foreign.rule import (
     ALWAYS_PACKED,
+    AS_VLLM,
     CHECKPOINTING,
     DTYPES,
     EAGER,
@@ -575,12 +576,5 @@ VERL = Trainer(
     ),
     steps_of_ppo=True,
     renamed=_RENAMED,
-    chosen={
-        "policy.parallel.tp": "tp_of_rollout",
-        "policy.parallel.sequence_parallel": "sequence_parallel_of_tp",
-        "critic.parallel.tp": "tp_of_rollout",
-        "critic.parallel.sequence_parallel": "sequence_parallel_of_tp",
-        "data.answer_key": "verl_answer_key",
-        "reward.parts": "rules_of_data",
-    },
+    chosen={**AS_VLLM, "data.answer_key": "verl_answer_key"},
 )
