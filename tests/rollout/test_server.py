@@ -565,7 +565,8 @@ def test_a_lost_replica_takes_part_again_from_a_push(world, checkpoint):
         assert max(distances(checkpoint, prompts, batch, SAMPLING.temperature)) < TOLERANCE
         assert all(step - 1 - STALENESS <= version <= step - 1 for parts in batch.values() for _, _, version in parts)
     first, second = logs(world, "back")
-    assert re.search(r"^l \d+ 1 \[1,0,\[1\]\]\n(.*\n)*j \d+ 1 \[1,1,\[1\]\]\nr 0 2$", first, re.MULTILINE), first
+    # The replica that stayed may go on between the two meetings, if the push comes late.
+    assert re.search(r"^l \d+ 1 \[1,0,\[1\]\]\n(.*\n)*j \d+ 1 \[1,1,\[1\]\]\n(a .*\n)*r \d+ 2$", first, re.MULTILINE), first
     before, after = second.split("\nx 0 0\n")
     assert re.findall(r"^a \d+ (\d)", before, re.MULTILINE) and after.startswith("j 0 1 [1,1,[1]]\nr 0 2\n")
     assert set(re.findall(r"^a \d+ (\d+)", after, re.MULTILINE)) == {"5", str(FIRST_EVALUATION)}, "of later batches alone"
