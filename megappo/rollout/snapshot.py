@@ -36,8 +36,6 @@ class Snapshot:
     @classmethod
     def decoded(cls, data: bytes) -> Snapshot:
         found = unpacked(data)
-        if not isinstance(found, Snapshot):
-            raise ValueError("what was in flight is of another version of megappo; resume with that version, or start a new run")
         return replace(found, running=dict(found.running))
 
 
@@ -56,7 +54,10 @@ def unpacked(data: bytes) -> Any:
     """Return the argument of `packed`. ValueError if the bytes are something else."""
     with numpy.load(io.BytesIO(data), allow_pickle=False) as file:
         columns = {name: file[name] for name in file.files}
-    return _Reader(columns).value(json.loads(columns.pop("facts").tobytes()))
+    facts = json.loads(columns.pop("facts").tobytes())
+    if not isinstance(facts, list):
+        raise ValueError("what was in flight is of another version of megappo; resume with that version, or start a new run")
+    return _Reader(columns).value(facts)
 
 
 _KINDS = {kind.__name__: kind for kind in (Context, Drawn, Episode, KeptIds, Played, Response, Routes, Segment, Snapshot)}
