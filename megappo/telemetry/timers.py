@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from megappo.runtime.sections import Sections
 from megappo.telemetry.tables import GIB
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -106,6 +106,12 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+class StageObserver(Protocol):
+    """Gets the name of each stage that this rank enters, as `runtime.sections.Sections` does."""
+
+    def section(self, name: str) -> AbstractContextManager[None]: ...
+
+
 class StageTimers:
     """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. spans: stage -> first begin and last end,
     in seconds since construction. memory_gib: stage -> largest value of `memory`. observer: gets every stage."""
@@ -113,7 +119,7 @@ class StageTimers:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        observer: Sections | None = None,
+        observer: StageObserver | None = None,
         memory: MemoryGauge | None = None,
     ) -> None:
         self._clock = clock
