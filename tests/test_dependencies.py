@@ -18,7 +18,7 @@ ALLOWED_LIBRARIES = {
     "megatron": ("parallel/", "models/", "engine/megatron", "checkpoint/"),
     "vllm": ("rollout/vllm", "bridge/vllm"),
     # The server runs a reward model as transformers does.
-    "transformers": ("models/", "data/tokenizers", "data/images", "commands/serve_reward/"),
+    "transformers": ("models/", "data/tokenizers", "data/image_processor", "commands/serve_reward/"),
 }
 # A room imports lower floors only, and itself.
 FLOORS = (

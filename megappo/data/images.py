@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megappo.data.cache import Cache, digest
+from megappo.data.image_processor import ImageProcessor, Places
 from megappo.data.pictures import IMAGE_BASE, MARKER, Picture, Pictures
 from megappo.data.sources import Joined, Source, parts_of
-from megappo.runtime.messages import first_line, parse_object
+from megappo.runtime.messages import first_line
 
 if TYPE_CHECKING:  # numpy is imported where pixels are read: a command with a wrong key ends before
     import numpy
@@ -38,25 +39,8 @@ THUMBNAIL = 192
 """Pixels of a thumbnail's longer side: 1 to 8 KB as JPEG."""
 FEATURE_BYTES = 2**30
 """Most bytes of features that a rank keeps through a step (`Features`)."""
-PROCESSOR = "preprocessor_config.json"
-"""File of a checkpoint that says how its model sees images."""
 _PIXELS, _INDEX, _META = "pixels.u8", "index.npy", "meta.json"
-_MOST_SIDE_RATIO = 200  # of the processor
 _BLANK = "blank"
-
-
-@dataclass(frozen=True)
-class Places:
-    """What a model's checkpoint says of images in a prompt. processor: directory of preprocessor_config.json. text: of an image in
-    a prompt, with `token` once, where its features come. tile: as in `VisionArch`."""
-
-    processor: Path
-    text: str
-    token: int
-    patch: int
-    merge: int
-    frames: int
-    tile: int = 0
 
 
 class Features:
@@ -132,7 +116,7 @@ class ImageStore:
     @property
     def most_tokens(self) -> int:
         """Most tokens of an image, also of one that an environment shows."""
-        return max(self._meta.get("most_tokens", 0), *map(self.num_tokens, range(len(self))))
+        return max(self._meta.get("most_tokens", 0), int(self._index[:, 1:].prod(axis=1).max()) // self.merge**2)
 
     @cached_property
     def smallest(self) -> int:
@@ -196,8 +180,8 @@ class PromptImages:
     max_pixels: int | None = None
 
     @cached_property
-    def _processor(self) -> Any:
-        return _processor(self.places, self.max_pixels)[0]
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self.places, self.max_pixels)
 
     def picture(self, value: Any) -> Picture:
         """Process an image that an environment returns: an image of PIL, or as a record names one, where a path is absolute or
@@ -207,7 +191,7 @@ class PromptImages:
             value.save(file, "PNG")
             value = file.getvalue()
         reference = _reference(value, None if self.root is None else Path(self.root))
-        return Picture(*_patches(self._processor, self.places, reference.read()))
+        return Picture(*self._processor.patches(reference.read()))
 
     def of_record(self, record: Mapping[str, Any], name: str) -> list[int]:
         """Return the numbers of a record's images. name: as in messages, behind its source. ValueError as `references`."""
@@ -382,11 +366,12 @@ def open_images(
                     where.setdefault(reference.name, name)
     if not found and key is not None:
         raise ValueError(f"data.image_key={key}: no record names an image; correct the key, or leave it out")
-    processor, identity = _processor(places, max_pixels)
+    processor = ImageProcessor(places, max_pixels)
     if most_shown:
         found[_BLANK] = _blank()
     states = [[name, *_state(one)] for name, one in found.items()]
-    folder = cache.folder({"images": states, **identity}, partial(_build, list(found.values()), where, processor, places))
+    build = partial(_build, list(found.values()), where, processor, places)
+    folder = cache.folder({"images": states, **processor.identity}, build)
     return PromptImages(key, root, folders, ImageStore(folder, most_shown), places, most, max_pixels)
 
 
@@ -406,53 +391,11 @@ def _state(reference: Reference) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def _processor(places: Places, max_pixels: int | None) -> tuple[Any, dict[str, Any]]:
-    """Build the image processor of a checkpoint; also return all that decides its pixels."""
-    import PIL
-    import transformers
-
-    file = places.processor / PROCESSOR
-    if not file.is_file():
-        raise ValueError(
-            f"{places.processor} has no {file.name}, which says how its model sees images; take it from the checkpoint"
-        )
-    settings = parse_object(file.read_bytes(), str(file))
-    try:
-        processor: Any = transformers.AutoImageProcessor.from_pretrained(
-            str(places.processor), trust_remote_code=False, local_files_only=True, backend="pil"
-        )
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-        raise ValueError(f"transformers cannot build the image processor of {file}: {first_line(error)}") from error
-    if places.tile:
-        sizes = {"size.height": (processor.size["height"], places.tile), "size.width": (processor.size["width"], places.tile)}
-    else:
-        sizes = {
-            "patch_size": (processor.patch_size, places.patch),
-            "merge_size": (processor.merge_size, places.merge),
-            "temporal_patch_size": (processor.temporal_patch_size, places.frames),
-        }
-    for name, (mine, theirs) in sizes.items():
-        if mine != theirs:
-            raise ValueError(f"{file}: {name} {mine} is not the {theirs} of config.json; take both from one checkpoint")
-    if places.tile:
-        processor.crop_to_patches = True  # as the processor of text and images has it, whatever the file says
-        if max_pixels is not None:
-            least = processor.min_patches * places.tile**2
-            if max_pixels < least:
-                raise ValueError(f"data.max_image_pixels {max_pixels} is less than the {least} of {file}; raise it")
-            processor.max_patches = min(processor.max_patches, max_pixels // places.tile**2)
-    elif max_pixels is not None:
-        least = processor.size["shortest_edge"]  # in pixels of the whole image, as longest_edge
-        if max_pixels < least:
-            raise ValueError(f"data.max_image_pixels {max_pixels} is less than the {least} of {file}; raise it")
-        processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
-    versions = {"transformers": transformers.__version__, "pillow": PIL.__version__}
-    return processor, {"processor": settings, "max_pixels": max_pixels, "versions": versions}
-
-
-def _build(references: Sequence[Reference], where: Mapping[str, str], processor: Any, places: Places, folder: Path) -> None:
+def _build(
+    references: Sequence[Reference], where: Mapping[str, str], processor: ImageProcessor, places: Places, folder: Path
+) -> None:
     index, first, content = [], 0, hashlib.sha256()
-    process = partial(_processed, where, processor, places)
+    process = partial(_processed, where, processor)
     workers = os.cpu_count() or 1
     with (folder / _PIXELS).open("wb") as file, ThreadPoolExecutor(workers) as pool:
         waiting = iter(references)
@@ -462,10 +405,10 @@ def _build(references: Sequence[Reference], where: Mapping[str, str], processor:
                 content.update(repr(grid).encode() + rows.tobytes())
                 index.append((first, *grid))
                 first += len(rows)
-    mean, std = list(processor.image_mean), list(processor.image_std)
+    mean, std = processor.mean, processor.std
     meta = {"width": 3 * places.patch**2, "merge": places.merge, "frames": places.frames, "mean": mean, "std": std}
     if references[-1].name == _BLANK:
-        meta["most_tokens"] = _most_tokens(processor, places)
+        meta["most_tokens"] = processor.most_tokens
     meta["sha256"] = digest({"pixels": content.hexdigest(), "mean": mean, "std": std})
     _write_index(folder, index, meta | {"numbers": {one.name: number for number, one in enumerate(references)}})
 
@@ -486,55 +429,12 @@ def write_store(folder: Path, pixels: NDArray[numpy.uint8], index: Sequence[tupl
 
 
 def _processed(
-    where: Mapping[str, str], processor: Any, places: Places, reference: Reference
+    where: Mapping[str, str], processor: ImageProcessor, reference: Reference
 ) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
-    """Return an image's patches [patches, 3 x patch x patch], and their rows and columns."""
     what = reference.name if reference.content is None else "image"
     try:
-        return _patches(processor, places, reference.read())
+        return processor.patches(reference.read())
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(
             f"{where[reference.name]}: {what} cannot be used: {first_line(error)}; correct it or leave it out"
         ) from error
-
-
-def _patches(processor: Any, places: Places, content: bytes) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
-    import numpy
-
-    out = processor(images=[_decoded(content)], do_rescale=False, do_normalize=False, return_tensors="np")
-    if places.tile:
-        return _tiled(numpy.asarray(out["pixel_values"]), places)
-    _, rows, cols = out["image_grid_thw"][0].tolist()
-    pixels = numpy.asarray(out["pixel_values"]).reshape(rows * cols, 3, places.frames, -1)[:, :, 0]
-    return numpy.clip(numpy.rint(pixels), 0, 255).astype(numpy.uint8).reshape(rows * cols, -1), (rows, cols)
-
-
-def _most_tokens(processor: Any, places: Places) -> int:
-    if not places.tile:
-        return processor.size["longest_edge"] // (places.patch * places.merge) ** 2
-    return (processor.max_patches + 1) * (places.tile // places.patch // places.merge) ** 2
-
-
-def _tiled(tiles: NDArray[Any], places: Places) -> tuple[NDArray[numpy.uint8], tuple[int, int]]:
-    """Return the patches of tiles [tiles, 3, side, side], one below the other, in the order of other processors: those of a feature
-    follow each other, and each has its channels apart."""
-    import numpy
-
-    side, merge, patch = places.tile // places.patch, places.merge, places.patch
-    pieces = tiles.reshape(-1, 3, side // merge, merge, patch, side // merge, merge, patch).transpose(0, 2, 5, 3, 6, 1, 4, 7)
-    pixels = numpy.clip(numpy.rint(pieces), 0, 255).astype(numpy.uint8).reshape(-1, 3 * patch**2)
-    return pixels, (len(tiles) * side, side)
-
-
-def _decoded(content: bytes) -> Any:
-    from PIL.Image import open as open_image
-    from PIL.ImageOps import exif_transpose
-
-    image = open_image(io.BytesIO(content))
-    if getattr(image, "n_frames", 1) > 1:
-        raise ValueError(f"it is animated ({image.n_frames} frames)")  # type: ignore[attr-defined]
-    if image.mode == "CMYK":
-        raise ValueError("it is in CMYK; convert it to RGB")
-    if max(image.size) > _MOST_SIDE_RATIO * min(image.size):
-        raise ValueError(f"its sides {image.size[0]} x {image.size[1]} differ by more than {_MOST_SIDE_RATIO} times")
-    return exif_transpose(image).convert("RGB")

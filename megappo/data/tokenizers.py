@@ -1,6 +1,6 @@
 """Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
-Models, rollouts and losses see token ids only; a sampled response is never encoded again. This and `images.py` alone import
-transformers outside `models/`."""
+Models, rollouts and losses see token ids only; a sampled response is never encoded again. This and `image_processor.py` alone
+import transformers outside `models/`."""
 
 from __future__ import annotations
 

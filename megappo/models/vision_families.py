@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.data.images import Places
+from megappo.data.image_processor import Places
 from megappo.models.arch import ModelArch, VisionArch
 
 TOWER = "visual."

@@ -13,7 +13,8 @@ from megappo.config.role_sections import section_of
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.config.supervised import AnyConfig, PicturedDataConfig
 from megappo.data.cache import Cache
-from megappo.data.images import PROCESSOR, PromptImages, open_images
+from megappo.data.image_processor import PROCESSOR
+from megappo.data.images import PromptImages, open_images
 from megappo.data.sources import open_sources
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_for
