@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megappo.models.arch import ModelArch, MoeArch, OwnParameter, Part, Rope, positions_of
+from megappo.models.family import RunsNowhere
 from megappo.models.pieces import Box, check_tiling, shape_as_2d
 from megappo.models.row_shards import layer_prefix
 
@@ -103,14 +104,14 @@ def with_own_parameters(arch: ModelArch, path: str | Path, text: Mapping[str, An
 def describe_model(path: str | Path) -> ModelArch:
     """Read the architecture of a checkpoint directory that no family covers; config.json is enough.
     Shapes and names are exact; sizes of heads, MLP and experts are for estimates.
-    ValueError, one line, if engine fsdp2 cannot run it."""
+    ValueError, one line, if engine fsdp2 cannot run it; RunsNowhere if no other does."""
     config = language_config_of(path)
     for problem in _problems(config):
-        raise ValueError(f"{path}: {problem}")
+        raise type(problem)(f"{path}: {problem}")
     kind = _causal_class(config)
     model = _on_meta(kind, config)
     for problem in _class_problems(model):
-        raise ValueError(f"{path}: {problem}")
+        raise type(problem)(f"{path}: {problem}")
     own = parameters_in_checkpoint(model)
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     return ModelArch(
@@ -157,30 +158,38 @@ def _on_meta(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     return model
 
 
-def _problems(config: Any) -> Iterator[str]:
+def _problems(config: Any) -> Iterator[ValueError]:
     """Yield the features of a config that packed sequences or log-probs cannot handle, one line each."""
     name = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
-        yield f"transformers has no causal language model of type {name}"
+        yield ValueError(f"transformers has no causal language model of type {name}")
     for kind in sorted(_rope_types(config) & {*_ROPES_OF_LENGTH}):
-        yield f"rope type {kind!r} depends on the longest sequence, so that packed neighbours would change it; no engine runs it"
+        yield RunsNowhere(
+            f"rope type {kind!r} depends on the longest sequence, so that packed neighbours would change it; no engine runs it"
+        )
     for kind in sorted({*(getattr(config, "layer_types", None) or ())} - _ATTENTION_LAYERS):
-        yield f"{name} has layers of type {kind!r}, which see other sequences of a packed batch; no engine runs it"
+        yield RunsNowhere(f"{name} has layers of type {kind!r}, which see other sequences of a packed batch; no engine runs it")
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        yield f"final_logit_softcapping {cap} caps the logits of this {name} model, which log-probs leave out; no engine runs it"
+        yield RunsNowhere(
+            f"final_logit_softcapping {cap} caps the logits of this {name} model, which log-probs leave out; no engine runs it"
+        )
     if getattr(config, "max_position_embeddings", None) is None:
-        yield f"config.json of this {name} model has no max_position_embeddings, by which lengths are checked"
+        yield ValueError(f"config.json of this {name} model has no max_position_embeddings, by which lengths are checked")
 
 
-def _class_problems(model: PreTrainedModel) -> Iterator[str]:
+def _class_problems(model: PreTrainedModel) -> Iterator[ValueError]:
     name = type(model).__name__
     if any(isinstance(part, torch.nn.Conv1d) for part in model.modules()):
-        yield f"{name} has convolutions over tokens, which run across the sequences of a packed batch; no engine runs it"
+        yield RunsNowhere(
+            f"{name} has convolutions over tokens, which run across the sequences of a packed batch; no engine runs it"
+        )
     if not isinstance(getattr(model.base_model, "layers", None), torch.nn.ModuleList):
-        yield f"{name} has no list of its layers under the name `layers`, by which engine fsdp2 shards it"
+        yield ValueError(f"{name} has no list of its layers under the name `layers`, by which engine fsdp2 shards it")
     output: Any = model.get_output_embeddings()
     if getattr(output, "weight", None) is None or getattr(output, "bias", None) is not None:
-        yield f"{name} has an output projection with a bias, or none, and the log-probs take a matrix alone; no engine runs it"
+        yield RunsNowhere(
+            f"{name} has an output projection with a bias, or none, and the log-probs take a matrix alone; no engine runs it"
+        )
 
 
 def _max_positions(config: Any) -> int:

@@ -20,6 +20,10 @@ class NotImplementedByFamilies(ValueError):
     """A valid config whose architecture or feature megappo's own layers do not have."""
 
 
+class RunsNowhere(ValueError):
+    """A model that engine fsdp2 does not run either."""
+
+
 @dataclass(frozen=True)
 class Window:
     """Sliding attention as a config.json states it in `sliding_window`."""

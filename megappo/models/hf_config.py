@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megappo.models.arch import ModelArch, Rope, positions_of
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
-from megappo.models.family import NotImplementedByFamilies, StackedExperts, Values, Window
+from megappo.models.family import NotImplementedByFamilies, RunsNowhere, StackedExperts, Values, Window
 from megappo.models.fp8 import read_fp8
 from megappo.models.vision_families import VISION_FAMILIES, language_config, language_of, read_vision
 from megappo.runtime.messages import parse_object
@@ -289,7 +289,8 @@ def _other_engine(path: str | Path) -> str:
 
     try:
         describe_model(path)
-    except ValueError as error:
-        if "no engine runs it" in str(error):
-            return str(error).removeprefix(f"{path}: ")
+    except RunsNowhere as error:
+        return str(error).removeprefix(f"{path}: ")
+    except ValueError:
+        pass  # a fault of the checkpoint, or of this model under fsdp2
     return "engine fsdp2 runs any causal language model of transformers"
