@@ -297,17 +297,18 @@ def _whole_config(model: Written, source: Mapping[str, Any], pad_id: int | None)
             part[key] = _DTYPE_NAMES[model.dtype]
     if model.value_head:
         config["architectures"] = [VISION_FAMILIES[model.arch.architecture].classifier]
-        config |= _labels(model)
-        if text_config(source).get("pad_token_id") is None:
-            config["pad_token_id"] = pad_id
+        config |= _head_keys(model, text_config(source), pad_id)
     return config
 
 
-def _labels(model: Written) -> dict[str, dict[str, Any]]:
-    """Return the keys of config.json that name the rows of a value head."""
+def _head_keys(model: Written, text: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
+    """Return the keys of config.json that a value head needs. text: those of the text-only model."""
     labels = ["VALUE"] if model.arch.head_rows == 1 else [f"BIN_{row}" for row in range(model.arch.head_rows)]
     names = {str(row): label for row, label in enumerate(labels)}
-    return {"id2label": names, "label2id": {label: row for row, label in enumerate(labels)}}
+    keys: dict[str, Any] = {"id2label": names, "label2id": {label: row for row, label in enumerate(labels)}}
+    if model.arch.scores_texts and text.get("pad_token_id") is None:
+        keys["pad_token_id"] = pad_id  # without one, transformers finds no end of a text in a batch
+    return keys
 
 
 def export_config(model: Written, source: Mapping[str, Any], pad_id: int | None = None) -> dict[str, Any]:
@@ -331,7 +332,5 @@ def export_config(model: Written, source: Mapping[str, Any], pad_id: int | None 
     if arch.rope.llama_4_scaling is not None:
         config["llama_4_scaling"] = arch.rope.llama_4_scaling  # for vLLM
     if model.value_head:
-        if arch.scores_texts and config.get("pad_token_id") is None:
-            config["pad_token_id"] = pad_id  # without one, transformers finds no end of a text in a batch
-        config |= _labels(model)
+        config |= _head_keys(model, config, pad_id)
     return config
