@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megappo.models.arch import Kind, ModelArch, MoeArch
-from megappo.models.weight_rules import GateUp, Matrix, OfStack, RowParallel, Rule
+from megappo.models.weight_rules import Matrix, OfStack, Rule, gate_up, row_parallel
 
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 """Endings of the transformers classes that a checkpoint may be of."""
@@ -60,8 +60,8 @@ class Experts:
         """Rules of one expert. expert: global number, from 0."""
         local = f"mlp.experts.local_experts.{expert}."
         return (
-            GateUp(local + "linear_fc1.weight", self.gate.format(expert), self.up.format(expert), "expert"),
-            RowParallel(local + "linear_fc2.weight", self.down.format(expert), "expert"),
+            gate_up(local + "linear_fc1.weight", self.gate.format(expert), self.up.format(expert), "expert"),
+            row_parallel(local + "linear_fc2.weight", self.down.format(expert), "expert"),
         )
 
     def linears(self, expert: int) -> tuple[Rule, ...]:

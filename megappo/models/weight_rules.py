@@ -45,44 +45,23 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Norm:
-    """Norm weight, the same on every tp rank; `size` is a field of the architecture."""
-
-    local: str
-    name: str
-    size: str = "hidden_size"
-
-    @property
-    def cut(self) -> Cut:
-        return Cut(None, by_heads=self.size == "head_dim")
-
-    def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        return {} if self.cut.by_heads and not arch.qk_norm else {self.name: (getattr(arch, self.size),)}
-
-    def shape(self, arch: ModelArch, tp: int) -> Shape:
-        return (getattr(arch, self.size),)
-
-    def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
-        yield self.name, Box(0, getattr(arch, self.size), 0, 1), 0, 0
-
-
-@dataclass(frozen=True)
 class Matrix:
     """A matrix, or without `cols` a vector, that tp cuts along `dim` into equal parts; dim None: every rank has a copy.
-    rows and cols are names of `_width`."""
+    rows and cols are names of `_width`. of_heads: a norm of heads, which a model may be without."""
 
     local: str
     name: str
     rows: str
     cols: str | None = None
     dim: int | None = None
+    of_heads: bool = False
 
     @property
     def cut(self) -> Cut:
-        return Cut(self.dim)
+        return Cut(self.dim, by_heads=self.of_heads)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        return {self.name: self.shape(arch, 1)}
+        return {} if self.of_heads and not arch.qk_norm else {self.name: self.shape(arch, 1)}
 
     def shape(self, arch: ModelArch, tp: int) -> Shape:
         sizes = [_width(arch, size) for size in (self.rows, self.cols) if size is not None]
@@ -138,31 +117,14 @@ class Qkv:
                 row += rows
 
 
-@dataclass(frozen=True)
-class GateUp:
-    """Column-parallel SwiGLU input: this rank's rows of the gate above its rows of the up projection."""
-
-    local: str
-    gate: str
-    up: str
-    outputs: str = "ffn"
-    cut = Cut(0)
-
-    def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        return {name: (_width(arch, self.outputs), arch.hidden_size) for name in (self.gate, self.up)}
-
-    def shape(self, arch: ModelArch, tp: int) -> Shape:
-        return 2 * _width(arch, self.outputs) // tp, arch.hidden_size
-
-    def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
-        rows = _width(arch, self.outputs) // tp
-        for index, name in enumerate((self.gate, self.up)):
-            yield name, Box(rank * rows, (rank + 1) * rows, 0, arch.hidden_size), index * rows, 0
+def row_parallel(local: str, name: str, inputs: str) -> Matrix:
+    """An output projection, whose input columns tp cuts. inputs: names them in `_width`."""
+    return Matrix(local, name, "hidden", inputs, 1)
 
 
 @dataclass(frozen=True)
-class DeltaRows:
-    """Rows of a gated delta net's tensors, cut by its heads: this rank's part of every block of rows, one below the other.
+class Rows:
+    """Column-parallel tensors, one below the other: of every block of rows this rank's part.
     tensors: (Hugging Face name, names in `_width` of its blocks). kernel: of a depthwise convolution, [rows, 1, width]."""
 
     local: str
@@ -189,24 +151,9 @@ class DeltaRows:
                 first, row = first + rows * tp, row + rows
 
 
-@dataclass(frozen=True)
-class RowParallel:
-    """Output projection with input columns sharded over tp; `inputs` says which columns (`_width`)."""
-
-    local: str
-    name: str
-    inputs: str
-    cut = Cut(1)
-
-    def hf(self, arch: ModelArch) -> dict[str, Shape]:
-        return {self.name: (arch.hidden_size, _width(arch, self.inputs))}
-
-    def shape(self, arch: ModelArch, tp: int) -> Shape:
-        return arch.hidden_size, _width(arch, self.inputs) // tp
-
-    def parts(self, arch: ModelArch, tp: int, rank: int) -> Iterator[Part]:
-        cols = _width(arch, self.inputs) // tp
-        yield self.name, Box(0, arch.hidden_size, rank * cols, (rank + 1) * cols), 0, 0
+def gate_up(local: str, gate: str, up: str, outputs: str = "ffn") -> Rows:
+    """The input of a SwiGLU: this rank's rows of the gate above its rows of the up projection."""
+    return Rows(local, ((gate, (outputs,)), (up, (outputs,))))
 
 
 @dataclass(frozen=True)
@@ -256,28 +203,28 @@ def _width(arch: ModelArch, what: str) -> int:
         keys, values, heads = arch.delta.keys, arch.delta.values, arch.delta.value_heads
         of_projections = {"delta qkvz": 2 * (keys + values), "delta ba": 2 * heads, "delta keys": keys, "delta values": values}
         return {**of_projections, "delta heads": heads, "delta head": arch.delta.value_dim, "delta width": arch.delta.width}[what]
-    sizes = {"heads": arch.num_heads * arch.head_dim, "each head": arch.num_heads, "one": 1}
+    sizes = {"heads": arch.num_heads * arch.head_dim, "each head": arch.num_heads, "channels": arch.head_dim, "one": 1}
     return {**sizes, "ffn": arch.ffn_size, "hidden": arch.hidden_size}[what]
 
 
 MLP: tuple[Rule, ...] = (
-    GateUp("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    RowParallel("mlp.linear_fc2.weight", "mlp.down_proj.weight", "ffn"),
+    gate_up("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    row_parallel("mlp.linear_fc2.weight", "mlp.down_proj.weight", "ffn"),
 )
 PRE_NORM_LAYER: tuple[Rule, ...] = (
-    Norm("input_layernorm.weight", "input_layernorm.weight"),
+    Matrix("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     Qkv("self_attention.linear_qkv.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    RowParallel("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "heads"),
-    Norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    row_parallel("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "heads"),
+    Matrix("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     *MLP,
 )
 """The layer of llama: a norm before attention and one before the MLP, no biases."""
 SANDWICH_LAYER: tuple[Rule, ...] = (
     *PRE_NORM_LAYER[:3],
-    Norm("post_self_attn_layernorm.weight", "post_attention_layernorm.weight"),
-    Norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
+    Matrix("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    Matrix("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", "hidden"),
     *MLP,
-    Norm("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
+    Matrix("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 """The layer of Gemma 2 and 3: norms before and behind attention and the MLP."""
 QKV_BIAS: tuple[Rule, ...] = (
@@ -286,17 +233,20 @@ QKV_BIAS: tuple[Rule, ...] = (
 OUTPUT_BIAS = Matrix("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden")
 SINKS = Matrix("self_attention.core_attention.sinks", "self_attn.sinks", "each head", None, 0)
 HEAD_NORMS: tuple[Rule, ...] = (
-    Norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim"),
-    Norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head_dim"),
+    Matrix("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "channels", of_heads=True),
+    Matrix("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "channels", of_heads=True),
 )
 ROUTER = Matrix("mlp.router.weight", "mlp.gate.weight", "experts", "hidden")
 CORRECTION = Matrix("mlp.router.correction", "mlp.gate.e_score_correction_bias", "experts")
-SHARED_EXPERTS: tuple[Rule, ...] = (
-    GateUp(
-        "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight", "shared"
-    ),
-    RowParallel("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", "shared"),
-)
+
+
+def _shared(module: str) -> tuple[Rule, ...]:
+    local = "mlp.shared_experts.linear_fc"
+    gate, up, down = (f"mlp.{module}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return gate_up(f"{local}1.weight", gate, up, "shared"), row_parallel(f"{local}2.weight", down, "shared")
+
+
+SHARED_EXPERTS = _shared("shared_experts")
 _ATTENTION = "self_attention."
 LATENT_LAYER: tuple[Rule, ...] = (
     *(rule for rule in PRE_NORM_LAYER if not rule.local.startswith(_ATTENTION)),
@@ -307,23 +257,18 @@ LATENT_LAYER: tuple[Rule, ...] = (
     Matrix(_ATTENTION + "linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent down", "hidden"),
     Matrix(_ATTENTION + "kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", "latent kv"),
     Matrix(_ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "latent up", "latent kv", 0),
-    RowParallel(_ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "heads"),
+    row_parallel(_ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "heads"),
 )
 """The layer of DeepSeek-V3 (`models/latent.py`)."""
 DELTA_NET: tuple[Rule, ...] = (
-    DeltaRows(
-        _ATTENTION + "conv1d.weight", (("linear_attn.conv1d.weight", ("delta keys", "delta keys", "delta values")),), kernel=True
-    ),
+    Rows(_ATTENTION + "conv1d.weight", (("linear_attn.conv1d.weight", ("delta keys", "delta keys", "delta values")),), kernel=True),
     Matrix(_ATTENTION + "A_log", "linear_attn.A_log", "delta heads", None, 0),
     Matrix(_ATTENTION + "dt_bias", "linear_attn.dt_bias", "delta heads", None, 0),
     Matrix(_ATTENTION + "norm.weight", "linear_attn.norm.weight", "delta head"),
-    RowParallel(_ATTENTION + "out_proj.weight", "linear_attn.out_proj.weight", "delta values"),
+    row_parallel(_ATTENTION + "out_proj.weight", "linear_attn.out_proj.weight", "delta values"),
 )
 """A gated delta net without its input projections (`models/delta.py`)."""
 GATED_SHARED_EXPERT: tuple[Rule, ...] = (
-    GateUp(
-        "mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight", "shared"
-    ),
-    RowParallel("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight", "shared"),
+    *_shared("shared_expert"),
     Matrix("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden"),
 )

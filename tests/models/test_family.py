@@ -27,7 +27,7 @@ from megappo.models.family import Family
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.pieces import as_2d
 from megappo.models.weight_map import hf_tensors, piece_map
-from megappo.models.weight_rules import GateUp, Norm, Qkv, RowParallel
+from megappo.models.weight_rules import Matrix, Qkv, gate_up, row_parallel
 from megappo.parallel.layout import ParallelLayout
 from tests.bridge.engines import policy_tensors, read_checkpoint
 from tests.models import worlds
@@ -38,13 +38,13 @@ TOY = Family(
     "toy",
     "Toy",
     rules=(
-        Norm("input_layernorm.weight", "ln_1.weight"),
+        Matrix("input_layernorm.weight", "ln_1.weight", "hidden"),
         Qkv("self_attention.linear_qkv.weight", "attn.query.weight", "attn.key.weight", "attn.value.weight"),
         Qkv("self_attention.linear_qkv.bias", "attn.query.bias", "attn.key.bias", "attn.value.bias", bias=True),
-        RowParallel("self_attention.linear_proj.weight", "attn.out.weight", "heads"),
-        Norm("pre_mlp_layernorm.weight", "ln_2.weight"),
-        GateUp("mlp.linear_fc1.weight", "mlp.gate.weight", "mlp.up.weight"),
-        RowParallel("mlp.linear_fc2.weight", "mlp.down.weight", "ffn"),
+        row_parallel("self_attention.linear_proj.weight", "attn.out.weight", "heads"),
+        Matrix("pre_mlp_layernorm.weight", "ln_2.weight", "hidden"),
+        gate_up("mlp.linear_fc1.weight", "mlp.gate.weight", "mlp.up.weight"),
+        row_parallel("mlp.linear_fc2.weight", "mlp.down.weight", "ffn"),
     ),
     keys={
         "hidden_size": "n_embd",

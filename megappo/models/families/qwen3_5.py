@@ -8,10 +8,10 @@ from dataclasses import replace
 from megappo.models.arch import ModelArch
 from megappo.models.families.qwen3_next import with_delta_nets
 from megappo.models.family import Composite, Experts, Family, NotImplementedByFamilies, Values, read_moe
-from megappo.models.weight_rules import DELTA_NET, GATED_SHARED_EXPERT, HEAD_NORMS, PRE_NORM_LAYER, ROUTER, DeltaRows
+from megappo.models.weight_rules import DELTA_NET, GATED_SHARED_EXPERT, HEAD_NORMS, PRE_NORM_LAYER, ROUTER, Rows
 
 _DELTA = (
-    DeltaRows(
+    Rows(
         "self_attention.in_proj.weight",
         (
             ("linear_attn.in_proj_qkv.weight", ("delta keys", "delta keys", "delta values")),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megappo.models.arch import Delta, ModelArch
 from megappo.models.families.qwen3_moe import dense_layers_of
 from megappo.models.family import Experts, Family, Values, read_moe
-from megappo.models.weight_rules import DELTA_NET, GATED_SHARED_EXPERT, HEAD_NORMS, PRE_NORM_LAYER, ROUTER, DeltaRows
+from megappo.models.weight_rules import DELTA_NET, GATED_SHARED_EXPERT, HEAD_NORMS, PRE_NORM_LAYER, ROUTER, Rows
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _SIZES = {
@@ -53,7 +53,7 @@ QWEN3_NEXT = Family(
     further_layers="mtp.",
     experts=Experts(ROUTER, beside=GATED_SHARED_EXPERT),
     delta=(
-        DeltaRows(
+        Rows(
             "self_attention.in_proj.weight",
             (("linear_attn.in_proj_qkvz.weight", ("delta qkvz",)), ("linear_attn.in_proj_ba.weight", ("delta ba",))),
         ),
