@@ -1,14 +1,12 @@
 """Records the place of every checkpoint element in vLLM's parameters, by watching vLLM's own loader on meta tensors.
 `model.load_weights` runs with every copy into a parameter recorded and none executed. So fused qkv and gate/up, replicated KV
-heads, vocabulary padding and tensor parallelism follow from vLLM's code instead of a table here. Layers of one kind have the same
-names and shapes, and one layer's places give those of all others. The live weights stay."""
+heads, vocabulary padding and tensor parallelism follow from vLLM's code instead of a table here. The live weights stay."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,85 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.bridge.destination import Destination, Fill, Shape, module_of
-from megappo.bridge.vllm_reload import ReloadApi
 from megappo.models.pieces import Box, Piece, shape_as_2d
 from megappo.models.vision_families import TOWER, checkpoint_name
-
-_NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)")
-
-
-def number_of(name: str) -> str:
-    """Return the first number in a dotted name: "model.layers.7.mlp.experts.3.weight" -> "7"; "" if it has none."""
-    parts = _NUMBERED.fullmatch(name)
-    return "" if parts is None else parts[2]
-
-
-def renumbered(name: str, number: str) -> str:
-    """Return the same name in another layer; a name without a number stays."""
-    return _NUMBERED.sub(rf"\g<1>{number}\g<3>", name)
-
-
-def kinds_of_layers(facts: Iterable[tuple[str, Any]]) -> list[list[str]]:
-    """Group layer numbers by kind, in the order of first appearance. facts: (name, what must be equal) of every tensor. Layers are
-    of one kind if their facts are equal, in order, but for the number."""
-    layers: dict[str, list[tuple[str, str, Any]]] = defaultdict(list)
-    for name, fact in facts:
-        parts = _NUMBERED.fullmatch(name)
-        if parts is not None:
-            layers[parts[2]].append((parts[1], parts[3], fact))
-    kinds: dict[tuple, list[str]] = defaultdict(list)
-    for number, held in layers.items():
-        kinds[tuple(held)].append(number)
-    return list(kinds.values())
-
-
-class Samples:
-    """Pieces and fills of the first and the last layer of each kind, and of everything outside layers. kinds: see
-    `kinds_of_layers`."""
-
-    def __init__(self, kinds: Sequence[Sequence[str]], pieces: Iterable[Piece], fills: Iterable[Fill]) -> None:
-        self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        self._fills: dict[str, list[Fill]] = defaultdict(list)
-        for piece in pieces:
-            self._pieces[number_of(piece.hf)].append(piece)
-        for fill in fills:
-            self._fills[number_of(fill.target)].append(fill)
-        self._kinds = kinds
-
-    def agree(self) -> bool:
-        """True if the last layer of every kind equals the first one renumbered, and no tensor of a layer lands outside it."""
-        stay = all(number_of(piece.local) == number for number, pieces in self._pieces.items() for piece in pieces)
-        return stay and all(self._in_layer(kind[0], kind[-1]) == self._own(kind[-1]) for kind in self._kinds)
-
-    def expanded(self, names: Iterable[str]) -> tuple[tuple[Piece, ...], tuple[Fill, ...]]:
-        """Return pieces and fills of all layers; pieces in the order of `names`, the tensors that they are cut from."""
-        layers = {number: self._in_layer(kind[0], number) for kind in self._kinds for number in kind}
-        layers[""] = self._own("")
-        by_name: dict[str, list[Piece]] = defaultdict(list)
-        for pieces, _ in layers.values():
-            for piece in pieces:
-                by_name[piece.hf].append(piece)
-        fills = (fill for _, of_layer in layers.values() for fill in of_layer)
-        return tuple(piece for name in names for piece in by_name[name]), tuple(fills)
-
-    def _own(self, number: str) -> tuple[list[Piece], list[Fill]]:
-        return self._pieces[number], self._fills[number]
-
-    def _in_layer(self, known: str, number: str) -> tuple[list[Piece], list[Fill]]:
-        pieces, fills = self._own(known)
-        if number == known:
-            return pieces, fills
-        names = {name: renumbered(name, number) for piece in pieces for name in (piece.hf, piece.local)}
-        return (
-            [piece._replace(hf=names[piece.hf], local=names[piece.local]) for piece in pieces],
-            [fill._replace(target=renumbered(fill.target, number)) for fill in fills],
-        )
-
-
-def sampled(names: Mapping[str, Any], kinds: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names in the first or last layer of a kind, or in no layer."""
-    chosen = {"", *(number for kind in kinds for number in (kind[0], kind[-1]))}
-    return [name for name in names if number_of(name) in chosen]
 
 
 class _Region(NamedTuple):
@@ -222,7 +143,7 @@ def _piece(source: _Region, target: _Region, sources: Mapping[str, Shape], targe
 
 
 @contextlib.contextmanager
-def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
+def _loader_format(model: torch.nn.Module, api: SimpleNamespace) -> Iterator[None]:
     """Replace the parameters by meta tensors in loader format; restore the live ones unchanged at the end."""
     api.initialize(model)
     try:
@@ -237,7 +158,7 @@ def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
 
 
 def record_destination(
-    model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    model: torch.nn.Module, api: SimpleNamespace, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Destination:
     """Describe this worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape). dtype: the engine's. Call it
     inside vLLM's `set_current_vllm_config`. ValueError, with the tensor's name, for a loader that computes, for a parameter that
@@ -248,26 +169,15 @@ def record_destination(
     with _loader_format(model, api), torch.no_grad():
         watched: dict[str, Tensor] = {}
         held: set[int] = set()
-        facts: list[tuple[str, Any]] = list(tensors.items())
         for module_name, module in model.named_modules():
             for name, tensor in api.layer_tensors(module).items():
                 if _storage(tensor) in held:  # the correction of experts' scores, which gate and experts hold, is the gate's
                     continue
                 held.add(_storage(tensor))
-                loader = api.original_loader(tensor)
-                tensor.weight_loader = loader  # the reload's wrapper would process each filled layer
+                # The reload's wrapper would process each filled layer.
+                tensor.weight_loader = api.original_loader(tensor)
                 watched[f"{module_name}.{name}"] = tensor
-                about = type(module), getattr(loader, "__qualname__", None), tuple(tensor.shape), tensor.dtype
-                facts.append((f"{module_name}.{name}", about))
-        kinds = kinds_of_layers(facts)
-        # Two layers of each kind, so that what the first says of all others is checked against one of them.
-        chosen = sampled(tensors, kinds)
-        pieces, fills = _recorded(model, {name: tensors[name] for name in chosen}, watched, dtype)
-        samples = Samples(kinds, pieces, fills)
-        if len(chosen) < len(tensors) and samples.agree():
-            pieces, fills = samples.expanded(tensors)
-        elif len(chosen) < len(tensors):
-            pieces, fills = _recorded(model, tensors, watched, dtype)
+        pieces, fills = _recorded(model, tensors, watched, dtype)
         filled = {piece.local for piece in pieces} | {fill.target for fill in fills}  # a part of the vocabulary may be all padding
         _check_parameters(watched, filled, parameter_names, dtype)
         shapes = {name: Shape.of(tensor.shape) for name, tensor in watched.items() if name in filled}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from megappo.bridge import vllm_layout
 from megappo.bridge.destination import Fill, Shape
 from megappo.bridge.vllm_layout import record_destination
 from megappo.models.pieces import Box, Piece
@@ -146,62 +145,3 @@ def test_a_parameter_that_holds_what_is_sent_is_taken_and_one_that_rounds_is_ref
     with nullcontext() if fits else pytest.raises(ValueError, match="layer.norm in torch.float16, which does not hold"):
         found = record_destination(model, API, SHAPES, torch.bfloat16)
         assert found.dtype == torch.bfloat16 and found.others == {"layer.norm": torch.float32}
-
-
-LAYERS, WIDE = 7, 3  # layer WIDE has another shape
-
-
-class Layered(nn.Module):
-    """Layers that hold two tensors each, and one tensor outside. asked: names of every call of the loader."""
-
-    def __init__(self, load_layer: Callable[[int, Any, Any, Any], None]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Module() for _ in range(LAYERS))
-        for number, layer in enumerate(self.layers):
-            shape = (6, 3 if number == WIDE else 2)
-            layer.w = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        self.outer = nn.Module()
-        self.outer.norm = nn.Parameter(torch.empty(6, device="meta"), requires_grad=False)
-        self.asked: list[list[str]] = []
-        self._load_layer = load_layer
-
-    def load_weights(self, weights: Iterator) -> None:
-        given = dict(weights)
-        self.asked.append(list(given))
-        self.outer.norm.copy_(given["norm"])
-        for number, layer in enumerate(self.layers):
-            if f"h.{number}.a" in given:
-                self._load_layer(number, layer.w, given[f"h.{number}.a"], given[f"h.{number}.b"])
-
-
-def layered_tensors() -> dict[str, tuple[int, ...]]:
-    width = {number: 3 if number == WIDE else 2 for number in range(LAYERS)}
-    layers = {f"h.{n}.{name}": (rows, width[n]) for n in range(LAYERS) for name, rows in (("a", 4), ("b", 1))}
-    return {**layers, "norm": (6,)}
-
-
-def stacked(number: int, parameter: Any, first: Any, second: Any) -> None:
-    parameter[:4].copy_(first)
-    parameter[4:5].copy_(second)
-    parameter[5:].fill_(2)
-
-
-def last_exchanged(number: int, parameter: Any, first: Any, second: Any) -> None:
-    if number < LAYERS - 1:
-        return stacked(number, parameter, first, second)
-    parameter[:1].copy_(second)
-    parameter[1:5].copy_(first)
-    parameter[5:].fill_(2)
-
-
-@pytest.mark.parametrize("load_layer, is_short", [(stacked, True), (last_exchanged, False)])
-def test_layers_that_are_alike_are_recorded_by_two_of_them(monkeypatch, load_layer, is_short):
-    model = Layered(load_layer)
-    short = record_destination(model, API, layered_tensors(), torch.float32)
-    whole = list(layered_tensors())
-    assert model.asked[0] == [name for name in whole if name == "norm" or int(name[2]) in (0, WIDE, LAYERS - 1)]
-    assert model.asked[1:] == ([] if is_short else [whole]), "a loader that treats a layer in its own way is asked for all"
-    monkeypatch.setattr(vllm_layout, "sampled", lambda names, kinds: list(names))
-    every = record_destination(model, API, layered_tensors(), torch.float32)
-    assert model.asked[-1] == whole and set(short.pieces) == set(every.pieces) and len(short.pieces) == len(every.pieces)
-    assert (sorted(short.fills), short.shapes) == (sorted(every.fills), every.shapes)
