@@ -13,7 +13,7 @@ import torch
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
-from megappo.config.vllm_args import NAMES, OWN
+from megappo.config.vllm_args import OWN, names_of_vllm
 from megappo.models.hf_config import read_arch
 from megappo.rollout.vllm_options import VllmModel, see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
@@ -90,8 +90,8 @@ def test_a_cpu_rotates_the_queries_of_latent_attention_without_vllms_kernel():
 def test_the_names_of_vllms_arguments_are_those_of_the_tested_version(options):
     from vllm.engine.arg_utils import EngineArgs
 
-    assert {field.name for field in fields(EngineArgs) if not field.name.startswith("_")} == NAMES
-    assert options().keys() <= OWN.keys() <= NAMES
+    assert {field.name for field in fields(EngineArgs) if not field.name.startswith("_")} == names_of_vllm()
+    assert options().keys() <= OWN.keys() <= names_of_vllm()
 
 
 def test_ranks_that_do_not_see_each_others_gpus_reduce_by_nccl(options):
