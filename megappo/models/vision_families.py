@@ -1,13 +1,13 @@
-"""Vision-language architectures that megappo trains: which family the language model is of, and the tensors of the tower.
+"""Vision-language architectures that megappo trains: which family the language model is of, and the sizes of the tower.
 
-Their language models are those of `families/`, which know nothing of images. Pure values; `vision.py` computes with them.
+Their language models are those of `families/`, which know nothing of images. `vision.py` computes with them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ _NOT_OF_TEXT = ("vision_config", "text_config", "image_token_id", "video_token_i
 
 _NOT_ONE_MODULE = ("vision_tower.", "multi_modal_projector.")
 """Beginnings of names of a tower that is no module of its own in transformers' class."""
-Tensor = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class VisionFamily:
     """Family of the language model; of several, the one of a file that does not name it."""
     tower: str
     """model_type of the tower's config."""
-    tensors: Callable[[Mapping[str, Any]], Iterator[Tensor]]
-    """Tensors of the tower of a vision_config, without `TOWER`."""
     interleaved: bool = False
     """Default of mrope_interleaved."""
     place: str = _PLACE
@@ -60,90 +57,6 @@ class VisionFamily:
         """Architecture of a reward model: the same tensors with `score.weight` in place of the output projection. transformers has
         no such class; vLLM takes the name for the model with a head that classifies."""
         return self.architecture.replace("ConditionalGeneration", "SequenceClassification")
-
-
-def _linear(name: str, rows: int, cols: int) -> Iterator[Tensor]:
-    yield f"{name}.weight", (rows, cols)
-    yield f"{name}.bias", (rows,)
-
-
-def _norm(name: str, size: int) -> Iterator[Tensor]:
-    yield f"{name}.weight", (size,)
-    yield f"{name}.bias", (size,)
-
-
-def _scale(name: str, size: int) -> Iterator[Tensor]:
-    yield f"{name}.weight", (size,)
-
-
-def _patches(config: Mapping[str, Any]) -> tuple[int, ...]:
-    return config["hidden_size"], config.get("in_channels", 3), config["temporal_patch_size"], *2 * (config["patch_size"],)
-
-
-def _qwen2_5_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    merged = hidden * config["spatial_merge_size"] ** 2
-    yield "patch_embed.proj.weight", _patches(config)
-    for block in (f"blocks.{number}" for number in range(config["depth"])):
-        yield f"{block}.norm1.weight", (hidden,)
-        yield f"{block}.norm2.weight", (hidden,)
-        yield from _linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}.attn.proj", hidden, hidden)
-        yield from _linear(f"{block}.mlp.gate_proj", inner, hidden)
-        yield from _linear(f"{block}.mlp.up_proj", inner, hidden)
-        yield from _linear(f"{block}.mlp.down_proj", hidden, inner)
-    yield "merger.ln_q.weight", (hidden,)
-    yield from _linear("merger.mlp.0", merged, merged)
-    yield from _linear("merger.mlp.2", config["out_hidden_size"], merged)
-
-
-def _qwen3_vl(config: Mapping[str, Any]) -> Iterator[Tensor]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    merged = hidden * config["spatial_merge_size"] ** 2
-    yield "patch_embed.proj.weight", _patches(config)
-    yield "patch_embed.proj.bias", (hidden,)
-    yield "pos_embed.weight", (config["num_position_embeddings"], hidden)
-    for block in (f"blocks.{number}" for number in range(config["depth"])):
-        yield from _norm(f"{block}.norm1", hidden)
-        yield from _norm(f"{block}.norm2", hidden)
-        yield from _linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}.attn.proj", hidden, hidden)
-        yield from _linear(f"{block}.mlp.linear_fc1", inner, hidden)
-        yield from _linear(f"{block}.mlp.linear_fc2", hidden, inner)
-    deepstack = [f"deepstack_merger_list.{number}" for number in range(len(config["deepstack_visual_indexes"]))]
-    for merger in ("merger", *deepstack):
-        yield from _norm(f"{merger}.norm", hidden if merger == "merger" else merged)
-        yield from _linear(f"{merger}.linear_fc1", merged, merged)
-        yield from _linear(f"{merger}.linear_fc2", config["out_hidden_size"], merged)
-
-
-def _internvl(config: Mapping[str, Any]) -> Iterator[Tensor]:
-    hidden, inner, side = config["hidden_size"], config["intermediate_size"], config["patch_size"]
-    merged = hidden * config["spatial_merge_size"] ** 2
-    norm = _norm if config["norm_type"] == "layer_norm" else _scale
-    yield "vision_tower.embeddings.cls_token", (1, 1, hidden)
-    yield "vision_tower.embeddings.position_embeddings", (1, (config["tile"] // side) ** 2 + 1, hidden)
-    yield "vision_tower.embeddings.patch_embeddings.projection.weight", (hidden, config["in_channels"], side, side)
-    yield "vision_tower.embeddings.patch_embeddings.projection.bias", (hidden,)
-    for block in (f"vision_tower.encoder.layer.{number}" for number in range(config["depth"])):
-        yield f"{block}.lambda_1", (hidden,)
-        yield f"{block}.lambda_2", (hidden,)
-        for part in ("q", "k", "v"):
-            yield f"{block}.attention.{part}_proj.weight", (hidden, hidden)
-            if config["attention_bias"]:
-                yield f"{block}.attention.{part}_proj.bias", (hidden,)
-        yield from _linear(f"{block}.attention.projection_layer", hidden, hidden)
-        for part in ("q", "k") if config["use_qk_norm"] else ():
-            yield f"{block}.attention.{part}_norm.weight", (hidden,)
-        yield from norm(f"{block}.layernorm_before", hidden)
-        yield from norm(f"{block}.layernorm_after", hidden)
-        yield from _linear(f"{block}.mlp.fc1", inner, hidden)
-        yield from _linear(f"{block}.mlp.fc2", hidden, inner)
-    if not config["use_mean_pooling"]:
-        yield from _norm("vision_tower.layernorm", hidden)
-    yield from _norm("multi_modal_projector.layer_norm", merged)
-    yield from _linear("multi_modal_projector.linear_1", config["out_hidden_size"], merged)
-    yield from _linear("multi_modal_projector.linear_2", config["out_hidden_size"], config["out_hidden_size"])
 
 
 def _internvl_tower(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,13 +113,12 @@ _QWEN2_5_VL = {
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
 _ALL = (
-    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", _qwen2_5_vl, defaults=_QWEN2_5_VL, tied_inside=True),
-    VisionFamily("Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl", _qwen3_vl, interleaved=True),
+    VisionFamily("Qwen2_5_VLForConditionalGeneration", "qwen2", "qwen2_5_vl", defaults=_QWEN2_5_VL, tied_inside=True),
+    VisionFamily("Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl", interleaved=True),
     VisionFamily(
         "Qwen3VLMoeForConditionalGeneration",
         "qwen3_moe",
         "qwen3_vl_moe",
-        _qwen3_vl,
         interleaved=True,
         fixed={"norm_topk_prob": True},
         stacked=True,
@@ -215,7 +127,6 @@ _ALL = (
         "InternVLForConditionalGeneration",
         "qwen2",
         "internvl",
-        _internvl,
         place="<img><IMG_CONTEXT></img>",
         defaults=_INTERNVL,
         tied_inside=True,
@@ -274,10 +185,9 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
         own = {**family.defaults, **config["vision_config"]}
         own = {**(own if family.own is None else family.own({**config, "vision_config": own})), "model_type": family.tower}
         sections = tuple(rope["mrope_section"]) if family.own is None else ()
-        tensors = tuple((TOWER + name, shape) for name, shape in family.tensors(own))
-        return VisionArch(
+        vision = VisionArch(
             config=json.dumps(own, sort_keys=True),
-            tensors=tensors,
+            tensors=(),
             image_token=config["image_token_id"],
             patch=own["patch_size"],
             merge=own["spatial_merge_size"],
@@ -287,8 +197,21 @@ def read_vision(config: Mapping[str, Any], family: VisionFamily) -> VisionArch:
             deepstack=len(own.get("deepstack_visual_indexes") or ()),
             tile=own.get("tile", 0),
         )
+        tower_shape(vision)  # transformers has defaults for what a file lacks, the plan has none
     except KeyError as error:
         raise ValueError(f"config.json of a {family.architecture} has no {error.args[0]}, which its tower needs") from None
+    return replace(vision, tensors=_tensors_of(vision))
+
+
+@cache
+def _tensors_of(vision: VisionArch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Read names and shapes of a tower's tensors from transformers' own class, without memory."""
+    import torch
+
+    from megappo.models.vision import tower_of  # torch and transformers, which text-only models do without
+
+    tower = tower_of(vision, torch.float32, torch.device("meta"))
+    return tuple((TOWER + name, tuple(parameter.shape)) for name, parameter in tower.named_parameters())
 
 
 class TowerShape(NamedTuple):
