@@ -1,12 +1,14 @@
 """Rotary position embedding of packed sequences: frequencies, the table of one micro-batch, and the rotation.
 
-Frequencies follow transformers' modeling_rope_utils operation by operation in fp32, so the two agree bit for bit. Megatron's rotary
-modules recompute cos and sin in every layer and cannot express all of these types.
+Frequencies are those of transformers, bit for bit. Megatron's rotary modules recompute cos and sin in every layer and cannot
+express all of these types.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,60 +19,20 @@ from megappo.models.arch import Rope
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Return ([head_dim / 2] fp32 inverse frequencies, factor on cos and sin)."""
-    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "default":
-        return 1.0 / powers, 1.0
-    assert rope.factor is not None
-    if rope.type == "linear":
-        return 1.0 / powers / rope.factor, 1.0
-    if rope.type == "llama3":
-        return _llama3(rope, 1.0 / powers), 1.0
-    assert rope.type == "yarn", rope.type
-    return _yarn(rope, powers, head_dim), _yarn_attention_factor(rope)
+        return 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # here: most models do without
 
-
-def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
-    """Stretch long waves by `factor`, keep short ones, with a ramp between (Llama 3.1)."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_positions
-    wavelength = 2 * math.pi / inv_freq
-    longest = rope.original_max_positions / rope.low_freq_factor
-    shortest = rope.original_max_positions / rope.high_freq_factor
-    stretched = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
-    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    ramp = (1 - smooth) * stretched / rope.factor + smooth * stretched
-    return torch.where((wavelength >= shortest) & (wavelength <= longest), ramp, stretched)
-
-
-def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
-    """NTK by parts: Peng et al. 2023, "YaRN", section 3.2."""
-    original = rope.original_max_positions
-    assert rope.factor and original
-
-    def dim_with_rotations(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dim_with_rotations(rope.beta_fast), dim_with_rotations(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001  # as transformers: no division by 0
-    keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
-
-
-def _yarn_attention_factor(rope: Rope) -> float:
-    factor = rope.factor
-    assert factor
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+    parameters = {**asdict(rope), "rope_theta": rope.theta, "original_max_position_embeddings": rope.original_max_positions}
+    # What it reads of a configuration: parameters in their newest form, and the size of a head.
+    config: Any = SimpleNamespace(
+        rope_parameters=parameters,
+        standardize_rope_params=lambda: None,
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+    )
+    return ROPE_INIT_FUNCTIONS[rope.type](config)
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
