@@ -70,7 +70,7 @@ def load_by_cache(spec: str, tokenizer: Tokenizer) -> PromptSet:
     return prompts_of(open_source(spec), tokenizer, RULES, Cache())
 
 
-def measure(spec: str, tokenizer_path: str, load: Callable[[str, Tokenizer], PromptSet], cache: Cache | None) -> dict[str, Any]:
+def measure(spec: str, tokenizer_path: str, load: Callable[[str, Tokenizer], PromptSet]) -> dict[str, Any]:
     """Seconds and memory of one start in this process, and a digest of its first prompts."""
     if spec.endswith(".parquet"):
         from pyarrow import parquet  # noqa: F401  its import is no part of the start
@@ -78,7 +78,7 @@ def measure(spec: str, tokenizer_path: str, load: Callable[[str, Tokenizer], Pro
     started = time.perf_counter()
     prompts = load(spec, tokenizer)
     identities = prompts.identities()
-    loader = PromptLoader(len(prompts), PROMPTS_PER_STEP, True, 0, cache)
+    loader = PromptLoader(len(prompts), PROMPTS_PER_STEP, True, 0)
     step = [prompts[index] for index in loader.next_step()]
     seconds, after = time.perf_counter() - started, _resident()
     growth = {name: (after[name] - before[name]) / MIB for name in before}
@@ -123,7 +123,7 @@ def main() -> None:
     if args.child:
         mode, spec, tokenizer = args.child
         in_memory = mode == MODES[0]
-        print(json.dumps(measure(spec, tokenizer, *((load_into_memory, None) if in_memory else (load_by_cache, Cache())))))
+        print(json.dumps(measure(spec, tokenizer, load_into_memory if in_memory else load_by_cache)))
         return
     rows: list[tuple[str, ...]] = []
     for count in map(int, args.prompts.split(",")):

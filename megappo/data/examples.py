@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy
 
@@ -22,10 +22,13 @@ class Examples(ABC):
     """Examples with sequences of at most max_tokens tokens, in the order of the records; made on access. An example is a row: its
     tokens are those of its sequences one after the other."""
 
-    unit: ClassVar[str]
-    """Word for an example."""
     rows: Rows
     max_tokens: int
+
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """Word for an example."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -8,15 +8,14 @@ import math
 import random
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 
-from megappo.data.cache import Cache, Key
+from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet, record_field
 
-KEPT_ORDER = 1_000_000  # prompts from which on an order is kept in the cache: to shuffle them takes 0.6 s, 10 M 6 s
 _COUNTS = "<i4"  # of pass rates in a checkpoint
 
 
@@ -69,7 +68,7 @@ class PromptLoader:
 
     No prompt is dropped: a step at the end of an epoch takes the rest from the next one. Without weights and pass rates every
     prompt is visited exactly once per epoch. An order depends on (seed, epoch, weights) alone; without shuffle it is that of the
-    data. cache: keeps the orders of many prompts. weights: [N] fp64, how often to visit each prompt (`weighted`), with shuffle.
+    data. weights: [N] fp64, how often to visit each prompt (`weighted`), with shuffle.
     pass_rates: skip some prompts. Raises ValueError for fewer prompts than prompts_per_step.
     """
 
@@ -79,7 +78,6 @@ class PromptLoader:
         prompts_per_step: int,
         shuffle: bool,
         seed: int,
-        cache: Cache | None = None,
         *,
         weights: numpy.ndarray | None = None,
         pass_rates: PassRates | None = None,
@@ -93,7 +91,7 @@ class PromptLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.pass_rates = pass_rates
-        self._cache, self._weights = cache, weights
+        self._weights = weights
         self._weights_sha256 = "" if weights is None else hashlib.sha256(weights.tobytes()).hexdigest()
         self.epoch = 0
         self.index = 0
@@ -172,17 +170,11 @@ class PromptLoader:
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
 
-    def _order_of(self, epoch: int) -> Sequence[int] | numpy.ndarray:
+    def _order_of(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_prompts)
-        if self._cache is None or self.num_prompts < KEPT_ORDER:
-            return self._made(epoch)
-        key = {"order": [self.num_prompts, self.seed, epoch, self._weights_sha256]}
-        return _top_k_array(self._cache, key, lambda: numpy.frombuffer(self._made(epoch), numpy.int32))
-
-    def _made(self, epoch: int) -> array:
         if self._weights is None:
-            return shuffled(self.num_prompts, self.seed, epoch)
+            return shuffled(self.num_prompts, self.seed, epoch)  # 0.6 s for a million
         return weighted(self._weights, self.seed, epoch)
 
 
@@ -222,7 +214,8 @@ def weights_of(prompts: PromptSet, key: str, cache: Cache) -> numpy.ndarray:
 
     if not prompts.fingerprint:
         return read()
-    return _top_k_array(cache, {"weights": key, "prompts": prompts.fingerprint}, read)
+    folder = cache.folder({"weights": key, "prompts": prompts.fingerprint}, lambda folder: numpy.save(folder / "array.npy", read()))
+    return numpy.load(folder / "array.npy", mmap_mode="r")
 
 
 def _weight(prompt: Prompt, key: str) -> float:
@@ -230,9 +223,3 @@ def _weight(prompt: Prompt, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise ValueError(f"data.weight_key={key}: {prompt.place} holds {value!r:.80}, not a finite number of 0 or more")
     return float(value)
-
-
-def _top_k_array(cache: Cache, key: Key, make: Callable[[], numpy.ndarray]) -> numpy.ndarray:
-    """Array of this key, mapped; made by `make` if the cache has none."""
-    folder = cache.folder(key, lambda folder: numpy.save(folder / "array.npy", make()))
-    return numpy.load(folder / "array.npy", mmap_mode="r")

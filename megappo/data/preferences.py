@@ -98,10 +98,14 @@ class _Preference(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceSet(Examples):
-    """Preferences as examples of one, two or more sequences. fingerprint: of all that decides them."""
+    """Preferences as examples of one, two or more sequences. fingerprint: of all that decides them. keys: their form."""
 
-    unit: ClassVar[str] = "preference"
     fingerprint: str
+    keys: Keys
+
+    @property
+    def unit(self) -> str:
+        return self.keys.unit
 
     def lengths(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(self._read(number)[1].lengths) for number in numbers]
@@ -178,22 +182,7 @@ def preferences_of(
     recipe = Recipe(partial(_encode, tokenizer, rules, images), "string", finish)
     key = {"preferences": asdict(rules), "unit": rules.keys.unit, **key_of_images(images)}
     rows, fingerprint = rows_of(source, tokenizer, key, cache, recipe)
-    return _SETS[type(rules.keys)](rows, rules.max_tokens, fingerprint)
-
-
-class Pairs(PreferenceSet):
-    unit = PairKeys.unit
-
-
-class Lists(PreferenceSet):
-    unit = ListKeys.unit
-
-
-class Labelled(PreferenceSet):
-    unit = LabelKeys.unit
-
-
-_SETS: Mapping[type[Keys], type[PreferenceSet]] = {PairKeys: Pairs, ListKeys: Lists, LabelKeys: Labelled}
+    return PreferenceSet(rows, rules.max_tokens, fingerprint, rules.keys)
 
 
 def _encode(

@@ -23,6 +23,8 @@ from megappo.data.rows import SPANS, Recipe, Rows, rows_of
 from megappo.data.sources import Joined, Source
 from megappo.data.tokenizers import Tokenizer
 
+_DEMONSTRATION = "demonstration"
+
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -58,7 +60,9 @@ class DemonstrationRules:
 class DemonstrationSet(Examples):
     """Demonstrations: examples of one sequence, with a mask of the tokens to learn."""
 
-    unit = "demonstration"
+    @property
+    def unit(self) -> str:
+        return _DEMONSTRATION
 
     def __getitem__(self, index: int) -> Demonstration:
         number = range(len(self))[index]
@@ -83,7 +87,7 @@ def demonstrations_of(
     refused (`rules.overlong`), never cut. images: of the prompts, if they have some.
     Raises ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, an empty response, or
     nothing left."""
-    finish = partial(require_some, DemonstrationSet.unit, rules.max_tokens, source.spec)
+    finish = partial(require_some, _DEMONSTRATION, rules.max_tokens, source.spec)
     recipe = Recipe(partial(_encode_demonstration, tokenizer, rules, images), SPANS, finish)
     rows, _ = rows_of(source, tokenizer, {"demonstrations": asdict(rules), **key_of_images(images)}, cache, recipe)
     return DemonstrationSet(rows, rules.max_tokens)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.data.cache import Cache
 from megappo.data.loader import PromptLoader
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
@@ -130,23 +128,14 @@ def test_more_prompts_per_step_than_prompts_is_refused() -> None:
         PromptLoader(7, 8, True, 0)
 
 
-def test_the_order_is_that_of_a_shuffled_list_with_a_cache_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Golden runs and checkpoints depend on it; a cache makes it once."""
-    monkeypatch.setattr("megappo.data.loader.KEPT_ORDER", 1000)
+def test_the_order_is_that_of_a_shuffled_list() -> None:
+    """Golden runs and checkpoints depend on it."""
     expected = []
     for epoch in range(2):
         order = list(range(2000))
         random.Random(f"prompts 5 {epoch}").shuffle(order)
         expected += order
-    for cache in (None, Cache(tmp_path), Cache(tmp_path)):
-        steps = walk(PromptLoader(2000, 500, True, 5, cache), 8)
-        assert [i for step in steps for i in step] == expected
-        assert all(type(i) is int for i in steps[0])
-    assert len(list(tmp_path.glob("data/*/array.npy"))) == 2
-    other = PromptLoader(2000, 500, True, 6, Cache(tmp_path)).next_step()
-    assert other != expected[:500]
-
-
-def test_an_order_of_few_prompts_is_not_kept(tmp_path: Path) -> None:
-    PromptLoader(2000, 500, True, 5, Cache(tmp_path))
-    assert not list(tmp_path.glob("data/*/array.npy"))
+    steps = walk(PromptLoader(2000, 500, True, 5), 8)
+    assert [i for step in steps for i in step] == expected
+    assert all(type(i) is int for i in steps[0])
+    assert PromptLoader(2000, 500, True, 6).next_step() != expected[:500]

@@ -56,7 +56,7 @@ def visits(prompts: PromptSet, cache: Cache, resume_at: int | None = None) -> li
 
     def loader() -> PromptLoader:
         rates = PassRates(len(prompts), 0.5, 0.1, 3)
-        return PromptLoader(len(prompts), 5, True, 3, cache, weights=weights_of(prompts, "weight", cache), pass_rates=rates)
+        return PromptLoader(len(prompts), 5, True, 3, weights=weights_of(prompts, "weight", cache), pass_rates=rates)
 
     order, one = [], loader()
     for step in range(2 * len(prompts) // 5):

@@ -19,7 +19,7 @@ from megappo.config.supervised import DpoConfig
 from megappo.data.cache import Cache, content_of, signature
 from megappo.data.examples import Examples
 from megappo.data.packing import PackedBatch
-from megappo.data.preferences import Labelled, PreferenceSet
+from megappo.data.preferences import LabelKeys, PreferenceSet
 from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
@@ -49,7 +49,8 @@ def logprobs_of(model: LanguageModel | None, drawn: Drawn, shares: Shares) -> Te
     labelled response and of one that answers another prompt. Collective over the world. shares: how the model divides a batch."""
     share, count = drawn.share(shares), len(drawn.numbers)
     own = response_logprobs(model, share.batch)
-    if isinstance(drawn.examples, Labelled):
+    assert isinstance(drawn.examples, PreferenceSet)
+    if isinstance(drawn.examples.keys, LabelKeys):
         columns = own, mismatched_logprobs(model, drawn, share)
     else:
         columns = own[0::2], own[1::2]

@@ -270,7 +270,7 @@ def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextD
     if ptx.batch_size > len(texts):
         fix = f"is more than the {texts.summary()}; lower it or add texts"
         raise ConfigError(problem("algorithm.ptx.batch_size", ptx.batch_size, fix))
-    return TextData(texts, PromptLoader(len(texts), ptx.batch_size, shuffle=True, seed=config.run.seed, cache=cache))
+    return TextData(texts, PromptLoader(len(texts), ptx.batch_size, shuffle=True, seed=config.run.seed))
 
 
 def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:
@@ -279,7 +279,7 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
     rates = None
     if (curriculum := data.curriculum) is not None:
         rates = PassRates(len(train), curriculum.pass_score, curriculum.min_chance, seed)
-    order = {"shuffle": data.shuffle, "seed": seed, "cache": cache, "weights": weights, "pass_rates": rates}
+    order = {"shuffle": data.shuffle, "seed": seed, "weights": weights, "pass_rates": rates}
     if (staleness := config.rollout.max_staleness) is None:
         return PromptLoader(len(train), data.prompts_per_step, **order)
     ahead = {"staleness": staleness, "n": config.rollout.samples_per_prompt}

@@ -110,7 +110,7 @@ def load_supervised_data(config: SupervisedConfig, archs: Mapping[str, ModelArch
         except ValueError as error:
             raise ConfigError(f"{f'evaluations.{name}' if name else 'data.eval'}: {error}") from error
     answered = _answered(config, tokenizer, cache, images)
-    loader = PromptLoader(len(train), size, shuffle=config.data.shuffle, seed=config.run.seed, cache=cache)
+    loader = PromptLoader(len(train), size, shuffle=config.data.shuffle, seed=config.run.seed)
     return SupervisedData(
         tokenizer=tokenizer,
         evaluations=answered.evaluations,
