@@ -61,11 +61,8 @@ def importance_sampling_problem(config: TrainConfig) -> str | None:
     a, sampling = config.algorithm, config.rollout.sampling
     c = a.importance_sampling
     if c.type == "icepop" and c.low >= c.high:
-        return problem(
-            "algorithm.importance_sampling.low",
-            c.low,
-            f"leaves nothing below algorithm.importance_sampling.high = {c.high:g}; lower it",
-        )
+        fix = f"leaves nothing below algorithm.importance_sampling.high = {c.high:g}; lower it"
+        return problem("algorithm.importance_sampling.low", c.low, fix)
     if c.type != "none" and a.old_logprob == "rollout_logprob":
         of = "dis" if a.loss.type == "dis" else "proximal behaviour"
         fix = f"algorithm.loss ({of}) has the ratio to the sampler already, and {c.type} would weigh it twice; set it to none"

@@ -64,29 +64,20 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
     """Yield (key, value, reason) of settings that exclude windows."""
     a = config.algorithm
     if a.estimator.type != "gae":
-        yield (
-            "algorithm.estimator.type",
-            a.estimator.type,
-            "responses that go on have no reward yet, and windows need gae's values in its place",
-        )
+        because = "responses that go on have no reward yet, and windows need gae's values in its place"
+        yield "algorithm.estimator.type", a.estimator.type, because
     if a.by_turns:
         yield "algorithm.estimator.level", "turn", "a turn that goes on has its value at a token of an earlier step"
     if a.dynamic_sampling is not None:
-        yield (
-            "algorithm.dynamic_sampling",
-            a.dynamic_sampling.model_dump(exclude_unset=True),
-            "it compares the scores of all responses to a prompt, which end in other steps",
-        )
+        because = "it compares the scores of all responses to a prompt, which end in other steps"
+        yield "algorithm.dynamic_sampling", a.dynamic_sampling.model_dump(exclude_unset=True), because
     if config.critics:
         yield "critics", list(config.critics), "critics share responses by their places in a step, which change as responses go on"
     if a.loss.type == "gspo":
         yield "algorithm.loss.type", "gspo", "its ratio is of a whole response, of which a step has some tokens"
     if a.importance_sampling.type != "none" and a.importance_sampling.level != "token":
-        yield (
-            "algorithm.importance_sampling.level",
-            a.importance_sampling.level,
-            "its ratio is of a whole response, of which a step has some tokens",
-        )
+        because = "its ratio is of a whole response, of which a step has some tokens"
+        yield "algorithm.importance_sampling.level", a.importance_sampling.level, because
     if a.kl.placement == "reward" and a.kl.controller.type == "adaptive":
         yield "algorithm.kl.controller.type", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
     if (refresh := config.reference.refresh) is not None and refresh.above_kl is not None:
@@ -112,19 +103,13 @@ def _needs_turns(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, reason) of settings that exclude generation beside training."""
     rollout, a = config.rollout, config.algorithm
     if rollout.ranks == ALL:
-        yield (
-            "rollout.ranks",
-            ALL,
-            "what generates beside training needs ranks of its own: name the last ones, and the others in roles",
-        )
+        because = "what generates beside training needs ranks of its own: name the last ones, and the others in roles"
+        yield "rollout.ranks", ALL, because
     if rollout.push_every > 1:
         yield "rollout.push_every", rollout.push_every, "with rollout.max_staleness every step pushes, into running requests; use 1"
     if rollout.partial_rollout_tokens is not None:
-        yield (
-            "rollout.partial_rollout_tokens",
-            rollout.partial_rollout_tokens,
-            "long responses run on beside training anyway; use null",
-        )
+        because = "long responses run on beside training anyway; use null"
+        yield "rollout.partial_rollout_tokens", rollout.partial_rollout_tokens, because
     if config.trainer.evaluate_with != "policy" and rollout.environment is not None:
         yield (
             "trainer.evaluate_with",
@@ -180,11 +165,8 @@ def _excluded_by_images(config: TrainConfig, environment: EnvironmentConfig) -> 
         because = "images of environments are not kept in the log of what is drawn beside training"
         yield "rollout.max_staleness", config.rollout.max_staleness, because
     if scores_with_model(config):
-        yield (
-            "reward_model.model",
-            str(config.reward_model.model),
-            "it would see the images of prompts alone, and the environment's as the text <image>",
-        )
+        because = "it would see the images of prompts alone, and the environment's as the text <image>"
+        yield "reward_model.model", str(config.reward_model.model), because
 
 
 def _code_problem(key: str, environment: EnvironmentConfig) -> str | None:
@@ -235,11 +217,8 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
 
 def greedy_problem(config: TrainConfig) -> str | None:
     if config.rollout.sampling.temperature == 0:
-        return problem(
-            "rollout.sampling.temperature",
-            0.0,
-            "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)",
-        )
+        fix = "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)"
+        return problem("rollout.sampling.temperature", 0.0, fix)
     return None
 
 
@@ -256,17 +235,11 @@ def top_k_ids_problem(config: TrainConfig) -> str | None:
         return None
     without = "or rollout.sampling.replay_top_k_ids: false to train on log-probs of the whole vocabulary"
     if sampling.top_k < 1:  # top_p alone: the nucleus of a flat distribution is most of the vocabulary
-        return problem(
-            "rollout.sampling.top_p",
-            sampling.top_p,
-            f"may leave too many tokens to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}",
-        )
+        fix = f"may leave too many tokens to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}"
+        return problem("rollout.sampling.top_p", sampling.top_p, fix)
     if sampling.top_k > MAX_REPLAYED_TOP_K:
-        return problem(
-            "rollout.sampling.top_k",
-            sampling.top_k,
-            f"recording so many ids of every sampled token costs too much; use at most {MAX_REPLAYED_TOP_K}, {without}",
-        )
+        fix = f"recording so many ids of every sampled token costs too much; use at most {MAX_REPLAYED_TOP_K}, {without}"
+        return problem("rollout.sampling.top_k", sampling.top_k, fix)
     return None
 
 
