@@ -202,7 +202,7 @@ class ModelArch:
     own: tuple[OwnParameter, ...] = ()
     """Parameters of transformers' own class, where no family gives them (`any_model.py`): only fsdp2 runs such a model."""
     keeps_scores: bool = False
-    """Attention has sinks or capped scores, which no fused kernel computes (`plain_attention.py`); that of a family has sinks."""
+    """Attention has sinks or capped scores, which no fused kernel has (`attention.plain_attention`); that of a family has sinks."""
     softmax_scale: float | None = None
     """Factor of the scores of attention; None: 1 / sqrt(head_dim)."""
     sliding_rope: Rope | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -303,8 +304,73 @@ def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextS
     return query, key, value
 
 
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grouping: Grouping,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head, which no fused kernel
+    has. The scores are in memory, which grows with the square of the longest sequence; softmax in fp32."""
+    return by_length((query, key, value), grouping, lambda q, k, v: _attend(q, k, v, scale, window, softcap, sinks))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend sequences of one length: q [B, L, heads, dim], k and v [B, L, kv_heads, dim] -> [B, L, heads, dim]."""
+    sequences, length, heads, dim = q.shape
+    shared = heads // k.size(2)  # query heads of a KV head, which is not repeated
+    q = q.view(sequences, length, k.size(2), shared, dim)
+    scores = torch.einsum("bikgd,bjkd->bkgij", q, k).float() * scale
+    if softcap is not None:  # Gemma 2
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~band(length, length if window is None else window, q.device), -torch.inf)
+    if sinks is not None:  # gpt-oss: a score of each head that takes a share of the softmax and adds no value
+        sink = sinks.float().view(1, k.size(2), shared, 1, 1).expand(sequences, -1, -1, length, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    shares = scores.softmax(dim=-1)[..., :length].to(v.dtype)
+    return torch.einsum("bkgij,bjkd->bikgd", shares, v).reshape(sequences, length, heads, dim)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each sequence, by the kernel for this device and these scores: query [T, heads, dim], key and value
+    [T, kv_heads, dim], whose values may have fewer channels -> [T, heads, value's dim]; T / cp tokens under context parallel, which
+    are exchanged for heads. window: tokens that a token sees, itself included. softcap: cap of the scores. sinks: [heads]."""
+    context, value_dim = packed.context, value.size(-1)
+    if value_dim < key.size(-1):  # latent attention; kernels and the exchange want one width
+        value = pad_channels(value, (0, key.size(-1) - value_dim))
+    if context is not None:
+        query, key, value = (x.contiguous() for x in whole_sequences(query, key, value, context))
+        sinks = None if sinks is None else sinks.view(context.size, -1)[context.rank]  # of the exchanged heads
+    if softcap is not None or sinks is not None:
+        out = plain_attention(query, key, value, packed.grouping(), scale, window=window, softcap=softcap, sinks=sinks)
+    elif query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        out = varlen_attention(query, key, value, packed, scale, window)
+    else:
+        out = grouped_attention(query, key, value, packed.grouping(), scale, window)
+    return (out if context is None else context.tokens_from_heads(out))[..., :value_dim]
+
+
 class PackedAttention(torch.nn.Module):
     """Core attention of Megatron's SelfAttention (local layer spec)."""
+
+    sinks: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -323,6 +389,7 @@ class PackedAttention(torch.nn.Module):
         assert config.kv_channels is not None and config.attention_dropout == 0.0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.rotated = _window(config, layer_number), rotated
+        self.register_parameter("sinks", None)
 
     def forward(
         self,
@@ -338,21 +405,20 @@ class PackedAttention(torch.nn.Module):
         """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * value's dim]; T / cp of them under cp."""
         assert attention_mask is None and attention_bias is None
         assert isinstance(packed_seq_params, PackedSequences), "the model's own forward builds PackedSequences"
-        packed, context = packed_seq_params, packed_seq_params.context
         if not self.rotated:
-            query, key = packed.rotate(query, key, slides=self.window is not None)
-        if (value_dim := value.size(-1)) < key.size(-1):  # latent attention; kernels and the exchange want one width
-            value = pad_channels(value, (0, key.size(-1) - value_dim))
-        if context is not None:
-            query, key, value = whole_sequences(query, key, value, context)
-        out = self.attend(query, key, value, packed)
-        return (out if context is None else context.tokens_from_heads(out))[..., :value_dim].flatten(1)
+            query, key = packed_seq_params.rotate(query, key, slides=self.window is not None)
+        return attend(query, key, value, packed_seq_params, self.scale, window=self.window, sinks=self.sinks).flatten(1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend whole sequences with this rank's heads: query [T, heads, dim], key, value [T, KV heads, dim] -> as query."""
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return varlen_attention(query, key, value, packed, self.scale, self.window)
-        return grouped_attention(query, key, value, packed.grouping(), self.scale, self.window)
+
+class SinkAttention(PackedAttention):
+    """Core attention with a learned sink for each query head (gpt-oss), cut over tp with the heads."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:

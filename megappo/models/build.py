@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from megappo.models.arch import Kind, ModelArch, check_cp, check_tp
-from megappo.models.attention import PackedAttention, rotary_te_attention
+from megappo.models.attention import PackedAttention, SinkAttention, rotary_te_attention
 from megappo.models.delta import DeltaNet, DeltaSubmodules
 from megappo.models.gated_attention import GatedAttention
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
@@ -41,7 +41,6 @@ from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParall
 from megappo.models.kv_copies import mark_kv_copies
 from megappo.models.latent import LatentAttention, LatentSubmodules
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
-from megappo.models.plain_attention import SinkAttention
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 

@@ -25,10 +25,9 @@ from megappo.data.images import ImageStore
 from megappo.data.packing import moved, pack
 from megappo.models.any_model import language_config_of
 from megappo.models.arch import VisionArch
-from megappo.models.attention import PackedSequences, by_length, grouped_attention, varlen_attention, whole_sequences
+from megappo.models.attention import PackedSequences, attend, by_length
 from megappo.models.flops import Recompute
 from megappo.models.hf_config import read_config, text_config
-from megappo.models.plain_attention import plain_attention
 from megappo.models.rope import tables_of
 from megappo.models.vision import features_of, mixed_angles, placed, plain_positions, positions_of, seen_in, tower_of
 from megappo.parallel.context import ContextShard, context_shard
@@ -336,23 +335,10 @@ def packed_attention(
     sliding_window: tokens that a token sees, itself included. softcap: cap of the scores. others: s_aux, sink of each head [heads].
     """
     assert attention_mask is None, "packed sequences need no mask"
-    s_aux: Tensor | None = others.get("s_aux")
-    scale, value_dim = query.size(-1) ** -0.5 if scaling is None else scaling, value.size(-1)
-    if value_dim < key.size(-1):  # multi-head latent attention; the kernels want one width
-        value = torch.nn.functional.pad(value, (0, key.size(-1) - value_dim))
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    if packed.context is not None:
-        q, k, v = (x.contiguous() for x in whole_sequences(q, k, v, packed.context))
-        s_aux = None if s_aux is None else s_aux.view(packed.context.size, -1)[packed.context.rank]
-    if softcap is not None or s_aux is not None:
-        # No flash kernel has caps or sinks.
-        out = plain_attention(q, k, v, packed.grouping(), scale, window=sliding_window, softcap=softcap, sinks=s_aux)
-    elif q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        out = varlen_attention(q, k, v, packed, scale, sliding_window)
-    else:
-        out = grouped_attention(q, k, v, packed.grouping(), scale, sliding_window)
-    out = out if packed.context is None else packed.context.tokens_from_heads(out)
-    return out[None, ..., :value_dim], None
+    out = attend(q, k, v, packed, scale, window=sliding_window, softcap=softcap, sinks=others.get("s_aux"))
+    return out[None], None
 
 
 @torch.compiler.disable

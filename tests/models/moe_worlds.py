@@ -506,13 +506,13 @@ LORA_FAULTS = {
 @contextmanager
 def _broken(fault: str) -> Iterator[None]:
     """One deliberate mistake, for the tests that must detect it."""
-    from megappo.models import build, moe, plain_attention
+    from megappo.models import attention, build, moe
     from megappo.models.attention import group_by_length
     from megappo.models.delta import DeltaNet
     from megappo.models.gated_attention import GatedAttention
 
     run, gate, shared = DeltaNet._attend, GatedAttention._apply_output_gate, moe.SharedExpertMLP.forward
-    attend, expert = plain_attention.plain_attention, moe.ClampedExpert.__init__
+    attend, expert = attention.plain_attention, moe.ClampedExpert.__init__
     honest, mark, route = moe.local_sequences, build.mark_experts, moe.SequenceRouter._by_sigmoids
 
     def padding_counts(packed, *args):
@@ -549,7 +549,7 @@ def _broken(fault: str) -> Iterator[None]:
             if ".experts." in name:
                 parameter.allreduce = True
 
-    def other_attention(*args, window, sinks):
+    def other_attention(*args, window, sinks, softcap):
         return attend(*args, window=None if fault == "no window" else window, sinks=None if fault == "no sinks" else sinks)
 
     def without_clamp(self, config, etp, clamp):
@@ -569,7 +569,7 @@ def _broken(fault: str) -> Iterator[None]:
     if fault == "no clamp":
         moe.ClampedExpert.__init__ = without_clamp
     elif fault in OSS_FAULTS:
-        plain_attention.plain_attention = other_attention
+        attention.plain_attention = other_attention
     elif fault == "sequences run on":
         DeltaNet._attend = as_one_sequence  # type: ignore[assignment]
     elif fault == "no gates of heads":
@@ -586,5 +586,5 @@ def _broken(fault: str) -> Iterator[None]:
         yield
     finally:
         moe.local_sequences, build.mark_experts, moe.SequenceRouter._by_sigmoids = honest, mark, route
-        plain_attention.plain_attention, moe.ClampedExpert.__init__ = attend, expert
+        attention.plain_attention, moe.ClampedExpert.__init__ = attend, expert
         DeltaNet._attend, GatedAttention._apply_output_gate, moe.SharedExpertMLP.forward = run, gate, shared

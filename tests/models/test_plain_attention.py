@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megappo.models.plain_attention import plain_attention
+from megappo.models.attention import plain_attention
 from tests.models.test_attention import CASES, grouping_of, random_qkv
 
 

@@ -13,9 +13,8 @@ from megappo.commands.plan.report import report
 from megappo.commands.plan.run import plan_run
 from megappo.commands.verify.run import verify
 from megappo.config.errors import ConfigError
-from megappo.models.attention import group_by_length
+from megappo.models.attention import group_by_length, plain_attention
 from megappo.models.hf_config import arch_for
-from megappo.models.plain_attention import plain_attention
 from tests.config.examples import train_config
 from tests.models.any_families import write_any_checkpoint
 
