@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -35,11 +34,11 @@ from megappo.models.hf_classes import (
     tokens_of_all_tp_ranks,
     tower_in,
 )
-from megappo.models.hf_import import fill_value_head, read_int8
-from megappo.models.hf_tensors import CheckpointReader, read_box
+from megappo.models.hf_import import fill_piece, fill_value_head
+from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
+from megappo.models.kv_copies import sum_together
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, AdaptedExperts, Weights, int8_modules, is_adapter, is_beside_base
-from megappo.models.pieces import rectangle
 from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
 from megappo.models.vision import blocks_of
@@ -135,11 +134,7 @@ class ShardedModel:
         if self._groups.layout.tp == 1:
             return
         gradients = [gradient for name in self._partial if (gradient := self.shards[name].grad) is not None]
-        if gradients:
-            merged = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(merged, group=self._groups.tp)
-            for gradient, total in zip(gradients, merged.split([gradient.numel() for gradient in gradients])):
-                gradient.copy_(total.view_as(gradient))
+        sum_together(gradients, self._groups.tp)
 
     def free_gradients(self) -> None:
         for parameter in (*self._sharded.values(), *self.shards.values()):
@@ -281,24 +276,17 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
     if adapters is not None:
         parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
         adapters.start(parts, adapters.pieces()[groups.position])
-    scales = {name: local.pop(name) for name in list(local) if name.endswith(SCALE)}
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
     shapes, constants = hf_tensors(spec.arch, is_value_model), constants_of(module)
     wanted = {one.name for one in own_parameters(spec.arch, is_value_model)} if spec.arch.own else shapes.keys()
-    if wanted != local.keys() | constants.keys():
-        other = min(wanted ^ (local.keys() | constants.keys()))
+    found = {name for name in local if not name.endswith(SCALE)} | constants.keys()
+    if wanted != found:
+        other = min(wanted ^ found)
         raise ValueError(f"{spec.model}: transformers and megappo differ on the tensor {other}; use engine megatron")
     pieces = shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]
     for piece in pieces:
         if piece.hf != VALUE_HEAD and piece.local in local:
-            box, (source, _) = piece.box, reader.slice(piece.hf, shapes[piece.hf])
-            place = rectangle(local[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols)
-            if (scale := scales.get(piece.local.removesuffix(".weight") + SCALE)) is None:
-                place.copy_(read_box(source, box))
-            else:
-                codes, steps = read_int8(source, box)
-                place.copy_(codes)
-                scale.copy_(steps)
+            fill_piece(local, piece, reader.slice(piece.hf, shapes[piece.hf])[0])
     for one in spec.arch.own:
         if one.constant:
             (part,) = one.parts

@@ -15,14 +15,12 @@ from megappo.models.arch import ModelArch
 from megappo.models.row_shards import own_parameters, shard_piece_map
 from megappo.models.weight_map import (
     VALUE_HEAD,
+    all_rules,
     constants,
-    expert_rules,
     hf_layer,
     hf_tensors,
-    layer_rules,
     local_shapes,
     piece_map,
-    rank_experts,
 )
 from megappo.parallel.layout import ParallelLayout
 
@@ -107,10 +105,7 @@ def _parameters(arch: ModelArch, engine: Literal["megatron", "fsdp2"], value_hea
             yield [part.hf for part in one.parts]
         return
     for layer in range(arch.num_layers):
-        rules = list(layer_rules(arch, layer))
-        if arch.kind(layer).sparse:
-            rules += [rule for expert in rank_experts(arch, 1, 0) for rule in expert_rules(arch, expert)]
-        for rule in rules:
+        for rule in all_rules(arch, layer):
             yield [hf_layer(layer) + name for name in rule.hf(arch)]
 
 

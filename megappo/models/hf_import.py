@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.gpt import CriticModel, PackedModel, named_parameters
 from megappo.models.hf_tensors import CheckpointReader, LazySlice, read_box
 from megappo.models.int8_linear import BLOCK, SCALE, quantise
-from megappo.models.pieces import Box, Piece, as_2d
+from megappo.models.pieces import Box, Piece, rectangle
 from megappo.models.weight_check import ValueHeadSource, check_tied, find_head
 from megappo.models.weight_map import EMBEDDING, LOCAL_EMBEDDING, LOCAL_OUTPUT, LOCAL_VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
@@ -39,17 +39,23 @@ def load_pretrained(
             parameters[local].zero_()  # vocabulary padding
     for piece in pieces:
         if piece.local != LOCAL_VALUE_HEAD:
-            source, _ = reader.slice(piece.hf, shapes[piece.hf])
-            if (scales := parameters.get(piece.local.removesuffix(".weight") + SCALE)) is None:
-                _place(parameters[piece.local], piece, read_box(source, piece.box))
-            else:
-                codes, steps = read_int8(source, piece.box)
-                _place(parameters[piece.local], piece, codes)
-                scales[piece.row : piece.row + piece.box.rows] = steps
+            fill_piece(parameters, piece, reader.slice(piece.hf, shapes[piece.hf])[0])
     if not is_critic and arch.tied_embeddings:
         check_tied(reader, arch, boxes=[piece.box for piece in pieces if piece.hf == EMBEDDING])
     if LOCAL_VALUE_HEAD in parameters:
         fill_value_head(parameters[LOCAL_VALUE_HEAD], arch, reader, value_head, seed)
+
+
+def fill_piece(parameters: Mapping[str, Tensor], piece: Piece, source: LazySlice) -> None:
+    """Read a piece of a tensor of a checkpoint into its place among a rank's parameters, in 8 bits if they have scales."""
+    box = piece.box
+    place = rectangle(parameters[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols)
+    if (scales := parameters.get(piece.local.removesuffix(".weight") + SCALE)) is None:
+        place.copy_(read_box(source, box))
+    else:
+        codes, steps = read_int8(source, box)
+        place.copy_(codes)
+        scales[piece.row : piece.row + box.rows] = steps
 
 
 def read_int8(source: LazySlice, box: Box) -> tuple[Tensor, Tensor]:
@@ -59,11 +65,6 @@ def read_int8(source: LazySlice, box: Box) -> tuple[Tensor, Tensor]:
     # A scale is of all columns of its block, also of those that other ranks hold.
     codes, scales = quantise(read_box(source, box._replace(c0=first, c1=min(columns, -(-box.c1 // BLOCK) * BLOCK))))
     return codes[:, box.c0 - first : box.c1 - first], scales
-
-
-def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
-    target = as_2d(parameter)[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols]
-    target.copy_(values)
 
 
 def fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, source: ValueHeadSource, seed: int) -> None:

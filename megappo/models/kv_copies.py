@@ -7,11 +7,12 @@ gradient norm counts one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megappo.models.arch import ModelArch
 
@@ -46,6 +47,15 @@ def sum_copies(parameters: Iterable[torch.nn.Parameter], copies: int, tp: dist.P
         every[place] = mine
         dist.all_reduce(every, group=tp)
         mine.copy_(every[place])
+
+
+def sum_together(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add up gradients of copies over a group in place, in one exchange. Collective."""
+    if gradients:
+        merged = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(merged, group=group)
+        for gradient, total in zip(gradients, merged.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(total.view_as(gradient))
 
 
 def counted_elements(parameter: torch.nn.Parameter) -> int | None:

@@ -133,8 +133,13 @@ def _ends_with(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
+def last_part(name: str) -> str:
+    """Return the kind of a module: `q_proj` of `model.layers.0.self_attn.q_proj`."""
+    return name.rpartition(".")[2]
+
+
 def _kinds(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
+    return sorted(set(map(last_part, names)))
 
 
 def _nearest(target: str, linear: Mapping[str, tuple[int, int]]) -> str:

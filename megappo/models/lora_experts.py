@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import functional
 
 from megappo.config.role_sections import LoraConfig
-from megappo.models.lora import AdaptedExperts, initial_a, of_expert, scaling
+from megappo.models.kv_copies import sum_together
+from megappo.models.lora import AdaptedExperts, initial_a, last_part, of_expert, scaling
 from megappo.models.lora_shards import AdaptedLinear, Modules, stack_of
 from megappo.models.moe import ClampedExperts
 from megappo.models.pieces import Box
 from megappo.parallel.groups import ProcessGroups
 
-_LINEARS = ("linear_fc1", "linear_fc2")
 ONE_BY_ONE = (SequentialMLP, ClampedExperts)
 """Modules of a layer's experts that are modules themselves; others multiply with all at once."""
 _MULTIPLE = 8  # numbers: 16 bytes in bf16, to which rows of a grouped product have to be aligned
@@ -85,11 +84,11 @@ class ExpertAdapters(torch.nn.Module):
         self._rows: dict[str, list[tuple[str, int]]] = {}
         self._each: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for linear in linears:
-            self._rows[linear.local.split(".")[-2]] = [(_kind(module), rows) for module, rows in linear.rows]
+            self._rows[linear.local.split(".")[-2]] = [(last_part(module), rows) for module, rows in linear.rows]
             for module, (box,) in linear.boxes.items():
                 names = [of_expert(stack_of(module), number) for number in experts]
                 adapter = ExpertAdapter(names, modules[module], box, lora.rank, **empty)
-                self.adapters[_kind(module)] = adapter
+                self.adapters[last_part(module)] = adapter
                 cut = {None: None, 0: adapter.lora_B, 1: adapter.lora_A}[linear.dim]
                 for part in (adapter.lora_A, adapter.lora_B):
                     setattr(part, "allreduce", False)  # as `moe.mark_experts` says
@@ -172,10 +171,6 @@ def _weight(experts: torch.nn.Module, linear: str, number: int) -> Tensor:
     return experts.get_parameter(f"{linear}.weight{number}")
 
 
-def _kind(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
 def sum_gradients_of_copies(chunks: Sequence[torch.nn.Module], groups: ProcessGroups) -> None:
     """Sum over etp, in DDP's buffers, the gradients of adapters' tensors of which every etp rank has a copy. Once, after a pass and
     before its reduction over edp. Collective over etp."""
@@ -187,8 +182,4 @@ def sum_gradients_of_copies(chunks: Sequence[torch.nn.Module], groups: ProcessGr
         for parameter in chunk.parameters()
         if parameter.requires_grad and getattr(parameter, "is_copy", False)
     ]
-    if copies:
-        merged = torch.cat([gradient.flatten() for gradient in copies])
-        dist.all_reduce(merged, group=groups.collection.expt_tp)
-        for gradient, total in zip(copies, merged.split([gradient.numel() for gradient in copies])):
-            gradient.copy_(total.view_as(gradient))
+    sum_together(copies, groups.collection.expt_tp)

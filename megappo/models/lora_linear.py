@@ -36,6 +36,7 @@ from megappo.models.lora import (
     adapted_modules,
     initial_a,
     is_adapter,
+    last_part,
     scaling,
     seed_of,
     tensors_to_adapt,
@@ -83,7 +84,7 @@ class LinearAdapters(torch.nn.Module):
         dropped: str,
     ) -> None:
         super().__init__()
-        self.adapters = torch.nn.ModuleDict({_last(adapter.module): adapter for adapter in adapters})
+        self.adapters = torch.nn.ModuleDict({last_part(adapter.module): adapter for adapter in adapters})
         self.enabled = True
         self.scaling = scaling(lora)
         self._rows, self._rank, self._dropout = tuple(rows), lora.rank, lora.dropout
@@ -200,7 +201,7 @@ class ModelAdapters:
         rank, groups = self.lora.rank, self._groups
         return LinearAdapters(
             [Adapter(module, self.modules[module], boxes, rank, **empty) for module, boxes in linear.boxes.items()],
-            [(_last(module), rows) for module, rows in linear.rows],
+            [(last_part(module), rows) for module, rows in linear.rows],
             self.lora,
             groups.collection,
             dim=linear.dim,
@@ -284,7 +285,3 @@ def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapt
         for name, parameter in named_parameters(chunks).items()
         if not is_adapter(name) and not name.endswith(SCALE)
     }
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]

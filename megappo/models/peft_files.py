@@ -18,7 +18,7 @@ from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
 from megappo.models.gather import Gather
-from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_of, expert_of, of_expert
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_of, expert_of, last_part, of_expert
 from megappo.models.pieces import PieceMap, sizes_of
 from megappo.models.vision_families import VISION_FAMILIES, checkpoint_name
 from megappo.models.weight_map import VALUE_HEAD
@@ -108,7 +108,7 @@ def _gate_beside_up(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found, pairs = dict[str, Tensor](), dict[tuple[str, int], dict[str, Tensor]]()
     for name, tensor in tensors.items():
         place = expert_of(name)
-        module = "" if place is None else _kind(place[0].removesuffix(ADAPTER_A).removesuffix(ADAPTER_B))
+        module = "" if place is None else last_part(place[0].removesuffix(ADAPTER_A).removesuffix(ADAPTER_B))
         if place is None or module not in _GATE_UP:
             found[name] = tensor
         else:
@@ -129,8 +129,8 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Make adapter_config.json of tensors with these names. stacked, fused: see `AdapterTensors`."""
     modules = adapted_of(names)
-    value_head, of_experts = VALUE_HEAD in names, {_kind(module) for module in modules if expert_of(module)}
-    targets = sorted(set(map(_kind, modules))) if isinstance(lora.targets, str) else list(lora.targets)
+    value_head, of_experts = VALUE_HEAD in names, {last_part(module) for module in modules if expert_of(module)}
+    targets = sorted(set(map(last_part, modules))) if isinstance(lora.targets, str) else list(lora.targets)
     config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if value_head else "CAUSAL_LM",
@@ -148,20 +148,16 @@ def adapter_config(
         "inference_mode": True,
     }
     # Shared experts and dense layers, which PEFT would take for experts if it found them among the modules.
-    beside = {_in_layer(module) for module in modules if expert_of(module) is None and _kind(module) in of_experts}
+    beside = {_in_layer(module) for module in modules if expert_of(module) is None and last_part(module) in of_experts}
     if not stacked and (not beside or len(of_experts.intersection(_GATE_UP)) == 1):
         return config
     of_stacks = sorted({_FUSED if kind in _GATE_UP else kind for kind in of_experts})
-    config["target_modules"] = [name for name in targets if _kind(name) not in of_experts]
+    config["target_modules"] = [name for name in targets if last_part(name) not in of_experts]
     config["target_parameters"] = [f"experts.{kind}" for kind in of_stacks] + [f"{name}.weight" for name in sorted(beside)]
     if not stacked or (fused and of_experts.issuperset(_GATE_UP)):  # the adapters of gate and up are joined, here by PEFT itself
         joined = rf".*\.{_FUSED}"
         config |= {"rank_pattern": {joined: 2 * lora.rank}, "alpha_pattern": {joined: 2 * lora.alpha}}
     return config
-
-
-def _kind(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _in_layer(module: str) -> str:

@@ -69,6 +69,13 @@ def rank_experts(arch: ModelArch, ep: int, ep_rank: int) -> range:
     return range(ep_rank * mine, (ep_rank + 1) * mine)
 
 
+def all_rules(arch: ModelArch, layer: int) -> Iterator[Rule]:
+    """Yield the rules of a layer, then those of all its experts."""
+    yield from layer_rules(arch, layer)
+    for expert in rank_experts(arch, 1, 0) if arch.kind(layer).sparse else ():
+        yield from expert_rules(arch, expert)
+
+
 def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer: int) -> Iterator[tuple[Rule, int, int]]:
     """Yield (rule, number of ranks that shard its tensor, this rank's index among them) for every tensor of a layer on a rank."""
     for rule in layer_rules(arch, layer):
@@ -86,10 +93,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
         return {part.hf: part.shape for part in held} | ({VALUE_HEAD: (arch.head_rows, arch.hidden_size)} if value_head else {})
     tensors: dict[str, Shape] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
-        rules = list(layer_rules(arch, layer))
-        if arch.kind(layer).sparse:
-            rules += [rule for expert in rank_experts(arch, 1, 0) for rule in expert_rules(arch, expert)]
-        for rule in rules:
+        for rule in all_rules(arch, layer):
             tensors.update({hf_layer(layer) + name: shape for name, shape in rule.hf(arch).items()})
     tensors[FINAL_NORM] = (arch.hidden_size,)
     tensors.update(_tower(arch))
