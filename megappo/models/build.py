@@ -33,8 +33,7 @@ from torch.nn.functional import gelu, silu
 
 from megappo.models.arch import Kind, ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, SinkAttention, rotary_te_attention
-from megappo.models.delta import DeltaNet, DeltaSubmodules
-from megappo.models.gated_attention import GatedAttention
+from megappo.models.delta import DeltaNet, DeltaSubmodules, GatedAttention
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.implementation import Implementation
 from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear

@@ -3,6 +3,7 @@ Under context parallel ranks exchange tokens for key heads and their value heads
 
 Megatron-core's GatedDeltaNet needs flash-linear-attention and a GPU, and refuses packed sequences. Here sequences of like length
 are padded on the right, which no token before sees, and the rule runs over chunks of them in torch's own products, on any device.
+The attention of the other layers of these models, whose heads' outputs are gated, is here too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint, copy_to_tensor_model_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn.functional import conv1d, rms_norm, silu, softplus
 from torch.nn.functional import pad as pad_end
@@ -195,3 +197,31 @@ def _sharded(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 def _device(config: TransformerConfig) -> int | None:
     return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+class GatedAttention(SelfAttention):
+    """SelfAttention whose projection has the rows [query | gate] of each query head of a group, then its key and value.
+
+    Megatron-core has the queries of a group before its gates: of a part of `q_proj` an adapter's rows would be in another order
+    than the checkpoint's."""
+
+    # Megatron gives the gate to `_apply_output_gate` if its config says that there is one.
+    def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[T, 1, H] -> query [T, 1, heads, dim], key, value [T, 1, KV heads, dim], gate as query; this rank's."""
+        groups, dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        project: Any = self.linear_qkv
+        rows, _bias = project(hidden_states)
+        both, key, value = rows.unflatten(-1, (groups, -1, dim)).split(
+            (2 * self.num_attention_heads_per_partition // groups, 1, 1), dim=-2
+        )
+        query, gate = both.flatten(2, 3).unflatten(2, (-1, 2)).unbind(3)
+        key, value = key.squeeze(-2), value.squeeze(-2)
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        key = key if self.k_layernorm is None else self.k_layernorm(key)
+        return query, key, value, gate
+
+    # Megatron's is compiled at its first call, and computes in fp32.
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate.reshape(x.shape))

@@ -508,8 +508,7 @@ def _broken(fault: str) -> Iterator[None]:
     """One deliberate mistake, for the tests that must detect it."""
     from megappo.models import attention, build, moe
     from megappo.models.attention import group_by_length
-    from megappo.models.delta import DeltaNet
-    from megappo.models.gated_attention import GatedAttention
+    from megappo.models.delta import DeltaNet, GatedAttention
 
     run, gate, shared = DeltaNet._attend, GatedAttention._apply_output_gate, moe.SharedExpertMLP.forward
     attend, expert = attention.plain_attention, moe.ClampedExpert.__init__
