@@ -254,7 +254,8 @@ class _Plan:
                 step = self._steps[template][piece.hf]
                 dtype = target.parameters[wanted][piece.local].dtype
                 facts = box, [held.piece for held in source.held], piece, dtype, turn, step
-                yield _Cut(box, source, piece, dtype, turn, step, _hash(repr(facts)))
+                mark = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
+                yield _Cut(box, source, piece, dtype, turn, step, mark)
 
     def _check(self, wanted: Sequence[Piece], cuts: Sequence[_Cut], section: Section) -> None:
         # check_tiling raises ValueError unless the cuts fill each wanted piece exactly
@@ -310,7 +311,3 @@ def _steps(boxes: _Boxes) -> dict[str, int]:
         last[holders] += 1
         steps[hf] = last[holders]
     return steps
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -28,7 +28,8 @@ class Wire:
 
     def swap(self, values: Mapping[int, int]) -> dict[int, int]:
         """Send values[peer], 64-bit unsigned, to every peer (0 if there is none); return what they sent here."""
-        mine = [_signed(values.get(peer, 0)) for peer in self.peers]
+        unsigned = (values.get(peer, 0) for peer in self.peers)
+        mine = [value - (1 << 64) if value >> 63 else value for value in unsigned]
         sent = torch.tensor(mine, dtype=torch.int64, device=self.device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -39,7 +40,3 @@ class Wire:
         if not self.reduce([len(lines)], dist.ReduceOp.SUM)[0]:
             return []
         return [line for part in gathered(list(lines), self.group) for line in part]
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

@@ -22,7 +22,7 @@ def ranges_of(text: str) -> list[range]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{_quoted(part)} is no range of ranks; {_FORMS}")
+            raise ValueError(f"'{part.strip()[:40]}' is no range of ranks; {_FORMS}")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} runs backwards; write {last}-{first}")
@@ -64,10 +64,6 @@ def ranges_text(ranks: Iterable[int]) -> str:
 def _range_text(one: range) -> str:
     # No walk through the range: a mistake may name a billion ranks.
     return str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}"
-
-
-def _quoted(part: str) -> str:
-    return f"'{part.strip()[:40]}'"
 
 
 def _as_text(value: Any) -> Any:

@@ -284,7 +284,9 @@ class PackedBatch:
             self,
             tokens=spread(self.tokens),
             token_fields={k: spread(v) for k, v in self.token_fields.items()},
-            sequence_fields={k: _extended(v, 1) if is_completed else v for k, v in self.sequence_fields.items()},
+            sequence_fields={
+                k: torch.cat([v, v.new_zeros(int(is_completed), *v.shape[1:])]) for k, v in self.sequence_fields.items()
+            },
             ragged_fields={k: v.spread(places.positions(_HOST), total) for k, v in self.ragged_fields.items()},
         )
         return batch.with_lengths(lengths), index
@@ -321,10 +323,6 @@ def padded_lengths(lengths: Tensor, sequence_multiple: int = 1, total_multiple: 
     total = int(lengths.sum())
     missing = max(1, -(-total // multiple)) * multiple - total  # at least 1: an empty micro-batch runs every collective too
     return torch.cat([lengths, lengths.new_full((1,), missing)]) if missing else lengths
-
-
-def _extended(tensor: Tensor, count: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros((count, *tensor.shape[1:]))])
 
 
 def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:

@@ -98,13 +98,10 @@ def gathered_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Ten
                 yield parameter, whole.view(parameter.shape)
 
 
-def _names(parameter: Tensor) -> tuple[str, ...]:
-    return MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, MAIN)
-
-
 def _local_values(optimizer: MegatronOptimizer, parameter: Tensor, main: Tensor) -> dict[str, Tensor]:
     state = optimizer.optimizer.state[main]
-    return {name: main if name == MAIN else state[name] for name in _names(parameter)}
+    found = {name: state[name] for name in MOMENTS}
+    return found if parameter.dtype == torch.float32 else {**found, MAIN: main}
 
 
 def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:

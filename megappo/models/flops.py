@@ -91,11 +91,6 @@ def delta_products(arch: ModelArch) -> int:
     return 3 * arch.delta.values * arch.delta.key_dim
 
 
-def _family_weights(arch: ModelArch) -> int:
-    kinds = Counter(arch.kind(layer) for layer in range(arch.num_layers))
-    return sum(count * sum(layer_weights(arch, kind)) for kind, count in kinds.items())
-
-
 def _own_weights(arch: ModelArch) -> int:
     """Parameters of the layers that one token uses, from the shapes of transformers' parameters: top_k of the experts count."""
     weights = 0
@@ -132,8 +127,10 @@ def forward_flops(
     value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens with a head, all by default.
     causal=False: attention over whole squares, as `torch.utils.flop_counter` and Megatron-LM before 2025 count."""
     tokens = int(lengths.sum())
-    weights = _own_weights(arch) if arch.own else _family_weights(arch)
     kinds = [arch.kind(layer) for layer in range(arch.num_layers)]
+    weights = (
+        _own_weights(arch) if arch.own else sum(count * sum(layer_weights(arch, kind)) for kind, count in Counter(kinds).items())
+    )
     windows = [window_of(arch, layer) for layer, kind in enumerate(kinds) if not kind.delta]
     num_deltas = arch.num_layers - len(windows)
     of_deltas = num_deltas * tokens * delta_products(arch) if num_deltas else 0

@@ -126,7 +126,7 @@ def build_on_meta(
         _add_tower(whole, vision, dtype)
     if not head_rows:
         model.tie_weights()
-        setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
+        setattr(model, OUTPUT_METHOD, types.MethodType(_hidden_states, model))
     return whole
 
 
@@ -261,7 +261,7 @@ def fill_buffers(model: torch.nn.Module) -> None:
                 raise ValueError(f"{type(owner).__name__} has the buffer {name}, which nothing fills; engine fsdp2 cannot run it")
 
 
-def _hidden_states(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
+def _hidden_states(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
     decoder, tower, lengths = decoder_of(model), tower_in(model), cu_seqlens.long().diff()
     on_device = moved(cu_seqlens.to(torch.int32), tokens.device)
     longest = int(lengths.max())
@@ -308,10 +308,6 @@ def _with_images(decoder: Any, tower: Tower, images: ImageStore, tokens: Tensor,
         later = [scatter_to_sequence_parallel_region(one, group=tower.tp) for one in later]
     packed.late = [one[None] for one in later]
     return {"inputs_embeds": embedded[None], "position_ids": positions}
-
-
-def _language_output(model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
-    return _hidden_states(model, tokens, cu_seqlens, context)
 
 
 @torch.compiler.disable  # reads lengths on the host, and exchanges tokens

@@ -199,13 +199,9 @@ def _held(arch: ModelArch, rule: Rule, ranks: int, indices: Iterable[int | None]
             positions[index].append(position)
     by_piece: dict[Piece, list[int]] = {}  # norms and routers are the same on all shards
     for index in range(ranks):
-        for piece in _rule_pieces(arch, rule, ranks, index):
-            by_piece.setdefault(piece, []).extend(positions[index])
+        for name, box, row, col in rule.parts(arch, ranks, index):
+            by_piece.setdefault(Piece(name, box, rule.local, row, col), []).extend(positions[index])
     return (Held(piece, tuple(sorted(at))) for piece, at in by_piece.items())
-
-
-def _rule_pieces(arch: ModelArch, rule: Rule, ranks: int, index: int) -> list[Piece]:
-    return [Piece(name, box, rule.local, row, col) for name, box, row, col in rule.parts(arch, ranks, index)]
 
 
 def _outside_layers(arch: ModelArch, layout: ParallelLayout, at: Coordinates, value_head: bool) -> list[Piece]:
