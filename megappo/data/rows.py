@@ -292,7 +292,7 @@ def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
         size = -(-len(blocks) // (PARTS * processes))  # few parts: each loads the tokenizer
         parts = [blocks[at : at + size] for at in range(0, len(blocks), size)]
         # This process has one thread, so it may be forked.
-        pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_follow, initargs=(os.getpid(),))
+        pool = ProcessPoolExecutor(min(processes, len(parts)), get_context("fork"), initializer=_follow, initargs=(os.getpid(),))
         try:
             with pool:
                 _write_tokens(job, pool.map(partial(_table_of, job), parts))
