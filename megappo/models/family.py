@@ -1,6 +1,6 @@
 """A model family: the differences of its checkpoints from llama's, in one value.
 
-The files of `families/` make them; `families/registry.py` lists them. Readers of families know none of them by name.
+Each file of `families/` makes one; `families/registry.py` lists them. Readers of families know none of them by name.
 """
 
 from __future__ import annotations

@@ -1,12 +1,20 @@
-"""The model families that megappo trains. A new one stands in a file beside this one, with those of its kind, and in `_ALL`."""
+"""The model families that megappo trains. A new one is a file beside this one and an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
-from megappo.models.families.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from megappo.models.families.dense import LLAMA, MINISTRAL3, MISTRAL, QWEN2, QWEN3
+from megappo.models.families.deepseek_v3 import DEEPSEEK_V3
 from megappo.models.families.gemma3 import GEMMA3
-from megappo.models.families.sigmoid_experts import DEEPSEEK_V3, GLM4_MOE
-from megappo.models.families.softmax_experts import GPT_OSS, MIXTRAL, QWEN3_MOE
+from megappo.models.families.glm4_moe import GLM4_MOE
+from megappo.models.families.gpt_oss import GPT_OSS
+from megappo.models.families.llama import LLAMA
+from megappo.models.families.ministral3 import MINISTRAL3
+from megappo.models.families.mistral import MISTRAL
+from megappo.models.families.mixtral import MIXTRAL
+from megappo.models.families.qwen2 import QWEN2
+from megappo.models.families.qwen3 import QWEN3
+from megappo.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from megappo.models.families.qwen3_moe import QWEN3_MOE
+from megappo.models.families.qwen3_next import QWEN3_NEXT
 from megappo.models.family import HEADS, Family, NotImplementedByFamilies
 
 _ALL = (

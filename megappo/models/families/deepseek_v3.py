@@ -1,5 +1,4 @@
-"""Families whose experts are chosen by sigmoid scores with a correction, beside shared ones: DeepSeek-V3, R1 and Kimi K2, with
-latent attention; GLM-4.5, 4.6 and 4.7, behind llama's attention, of which half of a head is rotated."""
+"""DeepSeek-V3 and R1, Kimi K2: latent attention, and experts by sigmoid scores with a correction beside shared ones."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 from megappo.models.arch import LATENT_EPS, Latent, ModelArch, MoeArch
 from megappo.models.family import Experts, Family, NotImplementedByFamilies, Values, read_moe
-from megappo.models.weight_rules import CORRECTION, HEAD_NORMS, LATENT_LAYER, PRE_NORM_LAYER, QKV_BIAS, ROUTER, SHARED_EXPERTS
+from megappo.models.weight_rules import CORRECTION, LATENT_LAYER, ROUTER, SHARED_EXPERTS
 
 CORRECTED_EXPERTS = Experts(ROUTER, beside=(CORRECTION, *SHARED_EXPERTS))
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -34,7 +33,7 @@ def corrected_moe(values: Values) -> MoeArch:
     return replace(moe, groups=groups, top_groups=top_groups)
 
 
-def _deepseek_v3(values: Values, arch: ModelArch) -> ModelArch:
+def _details(values: Values, arch: ModelArch) -> ModelArch:
     if (interleaved := values.get("rope_interleave", True)) is not True:
         raise NotImplementedByFamilies(f"rope_interleave {interleaved!r} is not supported; only True is")
     if (eps := values.get("rms_norm_eps", LATENT_EPS)) != LATENT_EPS:
@@ -68,24 +67,5 @@ DEEPSEEK_V3 = Family(
     LATENT_LAYER,
     keys={"num_experts": "n_routed_experts"},
     experts=CORRECTED_EXPERTS,
-    details=_deepseek_v3,
-)
-
-
-def _glm4_moe(values: Values, arch: ModelArch) -> ModelArch:
-    # GLM-4.5 has norms of heads, GLM-4.5-Air has none.
-    qkv_bias, qk_norm = (bool(values.get(key, False)) for key in ("attention_bias", "use_qk_norm"))
-    return replace(arch, moe=corrected_moe(values), qkv_bias=qkv_bias, qk_norm=qk_norm)
-
-
-GLM4_MOE = Family(
-    "glm4_moe",
-    "Glm4Moe",
-    PRE_NORM_LAYER + QKV_BIAS + HEAD_NORMS,
-    keys={"num_experts": "n_routed_experts"},
-    num_kv_heads=8,
-    norm_eps=1e-5,
-    partial_rotary=0.5,
-    experts=CORRECTED_EXPERTS,
-    details=_glm4_moe,
+    details=_details,
 )
