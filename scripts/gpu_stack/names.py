@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megappo.bridge.vllm_reload import _INFO_FIELDS, _SIGNATURES
+from megappo.bridge.vllm_reload import _INFO_FIELDS, _STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 # TransformerEngine is touched by Megatron-core alone.
@@ -53,7 +53,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": ("lora_manager",),
     "vllm.lora.worker_manager.WorkerLoRAManager": ("_adapter_manager",),
     "vllm.lora.model_manager.LoRAModelManager": ("add_adapter(adapter)", "remove_adapter(adapter_id)", "activate_adapter(lora_id)"),
-    f"{RELOAD}.layerwise": tuple(f"{name}({', '.join(given)})" for name, given in _SIGNATURES.items()),
+    f"{RELOAD}.layerwise": tuple(f"{name}({', '.join(given)})" for name, given in _STEPS.values()),
     f"{RELOAD}.types.LayerReloadingInfo": ("can_load()", "reset()", *sorted(_INFO_FIELDS)),
     "megatron.core.parallel_state": ("_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer()"),
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (

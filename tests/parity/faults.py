@@ -189,15 +189,15 @@ def fsdp2_mean_gradients() -> Iterator[None]:
 @contextmanager
 def fsdp2_rows_off_by_one() -> Iterator[None]:
     """The second rank reads its rows of an odd vocabulary one too early."""
-    from megappo.engine import fsdp2_model
+    from megappo.models import hf_import
 
-    right = fsdp2_model.read_box
+    right = hf_import.read_box
 
     def shifted(source: Any, box: Any) -> Tensor:
         odd = source.get_shape()[0] % 2 and box.r0 > 0
         return right(source, box._replace(r0=box.r0 - 1, r1=box.r1 - 1) if odd else box)
 
-    with mock.patch.object(fsdp2_model, "read_box", shifted):
+    with mock.patch.object(hf_import, "read_box", shifted):
         yield
 
 

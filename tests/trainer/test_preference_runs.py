@@ -19,7 +19,7 @@ import transformers
 
 from megappo.data.tokenizers import load_tokenizer
 from megappo.rollout.vllm_process import EngineState, vllm_running
-from megappo.trainer.kinds import dpo
+from megappo.trainer.kinds import reference
 from megappo.trainer.kinds.kind import Drawn
 from megappo.trainer.supervised import Supervised
 from tests.trainer.preference_runs import rows, run_all, run_config, write_experts, write_preferences
@@ -285,20 +285,20 @@ def test_the_reference_is_computed_once_and_kept(task: Path) -> None:
 def test_weights_are_hashed_again_only_if_a_file_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a file of another content with the size and the date of before has changed."""
     monkeypatch.setenv("MEGAPPO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(dpo, "SETTLED_S", 0.0)
+    monkeypatch.setattr(reference, "SETTLED_S", 0.0)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     weights.write_bytes(b"1" * 64)
     config.write_text("{}")
     reads = []
-    plain = dpo.content_of
-    monkeypatch.setattr(dpo, "content_of", lambda files: reads.append(1) or plain(files))
-    first = dpo.weights_of(str(tmp_path))
-    assert dpo.weights_of(str(tmp_path)) == first and len(reads) == 1
+    plain = reference.content_of
+    monkeypatch.setattr(reference, "content_of", lambda files: reads.append(1) or plain(files))
+    first = reference.weights_of(str(tmp_path))
+    assert reference.weights_of(str(tmp_path)) == first and len(reads) == 1
     before = weights.stat()
     weights.write_bytes(b"2" * 64)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    second = dpo.weights_of(str(tmp_path))
+    second = reference.weights_of(str(tmp_path))
     assert second != first and len(reads) == 2
-    monkeypatch.setattr(dpo, "SETTLED_S", 10.0)
+    monkeypatch.setattr(reference, "SETTLED_S", 10.0)
     weights.write_bytes(b"3" * 64)  # a moment ago: another write may follow in the same tick
-    assert len({dpo.weights_of(str(tmp_path)) for _ in range(2)} | {first, second}) == 3 and len(reads) == 4
+    assert len({reference.weights_of(str(tmp_path)) for _ in range(2)} | {first, second}) == 3 and len(reads) == 4
