@@ -1,25 +1,25 @@
 """Rows of token ids in Arrow files that any number of processes map: made once of the records of a source, then read by number.
-A folder holds `records-N.arrow` (the records of part N of the source, in blocks), `tokens.arrow` (the rows) and `facts.json`.
-`prompt_rows.py` and `texts.py` define the rows; many records are tokenised on several cores."""
+A folder holds `records-N.arrow` (the records of part N of the source, in blocks), `tokens*.arrow` (the rows) and `facts.json`.
+`prompt_rows.py` and `texts.py` define the rows; `Dataset.map` of `datasets` tokenises many records on several cores."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+import psutil
 
 import megappo.data
 from megappo.data.cache import Cache, Key, content_of, digest, hash_of_modules, signature
@@ -28,13 +28,13 @@ from megappo.data.sources import Joined, Source, parts_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.runtime.helper_process import FAILED, HelperDied, HelperProcess, end_with
 
-RECORDS, TOKENS, FACTS = "records-{}.arrow", "tokens.arrow", "facts.json"
+RECORDS, FACTS = "records-{}.arrow", "facts.json"
 SPANS = "spans"
 """Kind of a row's value: a list of int32, such as borders in its tokens."""
 ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
 BATCH = 4096  # rows of an Arrow batch
+REAPED_S = 5.0  # a pool that works reaps its processes within a tenth of a second
 MOST_PROCESSES = 32  # more gain little: the hash of all rows is made by one
-PARTS = 4  # of the blocks, for each process: one that meets longer records gets fewer
 
 Encode = Callable[[Record, str], Iterable[tuple[Sequence[int], Any]]]
 """(record, its name in messages) -> its rows: token ids and one further value. ValueError, one line, for a bad record."""
@@ -95,8 +95,8 @@ class Rows:
 
         self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         self._records = _Records(folder, _parts(source, self.facts["parts"]))
-        stream = pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / TOKENS)))
-        self._batches = [batch for batch in stream if batch.num_rows]
+        streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) for file in sorted(folder.glob("tokens*.arrow")))
+        self._batches = [batch for stream in streams for batch in stream if batch.num_rows]
         self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
@@ -247,17 +247,13 @@ class _Job(NamedTuple):
         return pyarrow.table([tokens, *arrays], names=list(Row._fields))
 
 
-def _write_tokens(job: _Job, tables: Iterable[Any]) -> None:
+def _encode_here(job: _Job, starts: Sequence[int], limit: int | None) -> None:
     import pyarrow
 
-    with (job.folder / TOKENS).open("wb") as sink, pyarrow.ipc.new_stream(sink, job.table(()).schema) as writer:
-        for table in tables:
-            writer.write_table(table, BATCH)
-
-
-def _encode_here(job: _Job, starts: Sequence[int], limit: int | None) -> None:
     rows = islice(job.rows(enumerate(starts)), limit)
-    _write_tokens(job, map(job.table, iter(lambda: list(islice(rows, BATCH)), [])))
+    with (job.folder / "tokens.arrow").open("wb") as sink, pyarrow.ipc.new_stream(sink, job.table(()).schema) as writer:
+        while chunk := list(islice(rows, BATCH)):
+            writer.write_table(job.table(chunk))
 
 
 def usable_processes() -> int:
@@ -277,40 +273,74 @@ def _encode_elsewhere(job: _Job, starts: Sequence[int]) -> None:
         mapper.close()
     if word == FAILED:
         raise RuntimeError(f"data: {said}; start again")
-    if word == _REFUSED:
-        raise ValueError(said)
+    if refused := sorted(job.folder.glob(f"{_REFUSED}*")):
+        raise ValueError(refused[0].read_text(encoding="utf-8"))
 
 
-_REFUSED = "refused"
-"""Word of an answer whose value is what is wrong with the first bad record."""
+_REFUSED = "refused-"
 
 
 def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    worker = os.getpid()
+
+    def in_child() -> None:
+        end_with(worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which the pool ends its processes
+
+    os.register_at_fork(after_in_child=in_child)
+    threading.Thread(target=_end_with_a_dead_pool, daemon=True).start()
+
     def answer(question: Any) -> tuple[str, Any]:
         starts, processes = question
-        blocks = list(enumerate(starts))
-        size = -(-len(blocks) // (PARTS * processes))  # few parts: each loads the tokenizer
-        parts = [blocks[at : at + size] for at in range(0, len(blocks), size)]
-        # This process has one thread, so it may be forked.
-        pool = ProcessPoolExecutor(min(processes, len(parts)), get_context("fork"), initializer=_follow, initargs=(os.getpid(),))
+        blocks = datasets.Dataset.from_dict({"block": range(len(starts)), "start": starts})
+        size = max(1, BATCH // (starts[1] if len(starts) > 1 else BATCH))
+        file = str(job.folder / "tokens.arrow")
+        many = {"num_proc": min(processes, len(starts))} if processes > 1 else {}
         try:
-            with pool:
-                _write_tokens(job, pool.map(partial(_table_of, job), parts))
-        except ValueError as error:
-            return _REFUSED, str(error)
-        except BrokenProcessPool:
-            return FAILED, "a process that encoded records died"
-        except OSError as error:
-            return FAILED, str(error)
+            blocks.map(
+                partial(_map_blocks, job),
+                batched=True,
+                batch_size=size,
+                cache_file_name=file,
+                new_fingerprint="tokens",
+                remove_columns=["block", "start"],
+                **many,
+            )
+        except (RuntimeError, OSError) as error:  # RuntimeError: one of its processes was killed
+            return FAILED, str(error).partition(".")[0]
         return "done", None
 
     return answer
 
 
-def _follow(parent: int) -> None:
-    end_with(parent)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which a pool ends its processes when one has died
+def _end_with_a_dead_pool() -> None:
+    """Kill this process once a process of its pool has been dead, and not been reaped, for REAPED_S.
+
+    A process that was killed may have held a lock of the pool, whose end then waits for it without end.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(REAPED_S)
+        dead = {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
+        if dead & before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = dead
 
 
-def _table_of(job: _Job, blocks: Sequence[tuple[int, int]]) -> Any:
-    return job.table(job.rows(blocks))
+def _map_blocks(job: _Job, blocks: Mapping[str, Sequence[int]]) -> Any:
+    # A bad record is written to a file and the blocks after it are left out, so that the first one is reported.
+    places = list(zip(blocks["block"], blocks["start"]))
+    refused = min((int(file.name.removeprefix(_REFUSED)) for file in job.folder.glob(f"{_REFUSED}*")), default=None)
+    if refused is not None and refused < places[0][0]:
+        return job.table(())
+    rows: list[Row] = []
+    for block, start in places:
+        try:
+            rows += job.rows([(block, start)])
+        except ValueError as error:
+            (job.folder / f"{_REFUSED}{block:012d}").write_text(str(error), encoding="utf-8")
+            break
+    return job.table(rows)

@@ -188,7 +188,7 @@ def test_processes_end_with_their_rank(tmp_path: Path, char: Tokenizer) -> None:
     spec = write_jsonl(tmp_path / "a.jsonl", records(COUNT))
     rank = psutil.Popen([sys.executable, "-c", SLOW, str(tmp_path / "cache"), spec, str(char.path)], cwd=ROOT)
     ends = time.monotonic() + 60
-    while len(others := rank.children(recursive=True)) < 3:  # the one that divides, and its two
+    while len(others := rank.children(recursive=True)) < 4:  # the one that divides, its two, and their queue's
         assert time.monotonic() < ends and rank.poll() is None
         time.sleep(0.05)
     rank.kill()
