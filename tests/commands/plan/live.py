@@ -325,5 +325,5 @@ def own_peaks(path: str, section: Any, role: str, length: int = 64) -> tuple[int
         return which.values(batch) if critic else which.logprobs(batch, want_entropy=True)
 
     forward = least(lambda: alive_peak(score, known), SHORT_REPEATS)
-    trained = least(lambda: alive_peak(train, known), 2)
+    trained = least(lambda: alive_peak(train, known), 6)
     return forward, trained, planned.forward, planned.activations
