@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment (once) and runs the tests. Arguments go to pytest: scripts/test.sh tests/ops -k gae
-# scripts/test.sh --quick leaves out worlds, vLLM, Slurm, compilers and the environment with a CUDA torch: about 2 minutes on 2 cores.
+# scripts/test.sh --quick leaves out worlds, vLLM, Slurm, compilers and the environment with a CUDA torch: 3 minutes on 2 cores.
 # scripts/test.sh --gpu runs the tests that need CUDA, in the environment that MEGAPPO_VENV names, else with the `python` on PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
