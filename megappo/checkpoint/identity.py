@@ -27,7 +27,11 @@ _SCALAR_HEAD = {"type": "mse or huber"}  # both losses train the same head
 
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
-    if (change := first_change(_fixed(manifest.facts), _fixed(facts))) is not None:
+    saved, now = _fixed(manifest.facts), _fixed(facts)
+    for key in saved.keys() ^ now.keys():
+        if key.startswith("data."):  # one side is of another version
+            (saved if key in saved else now).pop(key)
+    if (change := first_change(saved, now)) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
 
 
@@ -40,9 +44,6 @@ def first_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
 def first_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Return the first key whose facts differ, and both facts in words; None if there is none. A key that is missing is null."""
     for key in {**ours, **theirs}:
-        # Keys of `data` that one side lacks are of another version.
-        if key.startswith("data.") and not (key in ours and key in theirs):
-            continue
         one, other = ours.get(key), theirs.get(key)
         if _identity(one) != _identity(other):
             return key, _said(one), _said(other)

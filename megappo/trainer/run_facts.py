@@ -198,14 +198,17 @@ def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
 def require_equal_data(facts: Mapping[str, Any]) -> None:
     """Check that all ranks read the same data, hub models and user code, which may be copies on local disks. Collective over the
     world. ValueError on all ranks if one differs from rank 0."""
-    first, *others = gathered(_of_copies(facts))
+    compared = {name: facts[name] for name in ("commits", "environment", "data")}
+    first, *others = gathered({**compared, "reward": {"code": facts["reward"]["code"]}})
     for rank, theirs in enumerate(others, 1):
-        if (difference := first_difference(first, theirs)) is not None:
-            key, here, there = difference
-            raise ValueError(
-                f"{key}: rank 0 has {here}, rank {rank} has {there}; put one copy on a file system that all nodes share (HF_HOME "
-                "too), and install the same packages on all nodes"
-            )
+        if theirs == first:
+            continue
+        what = f"keys of data, evaluations or rollout.environment: rank 0 has others than rank {rank}"
+        if (difference := first_difference(_of_copies(first), _of_copies(theirs))) is not None:
+            what = "{}: rank 0 has {}, rank {rank} has {}".format(*difference, rank=rank)
+        raise ValueError(
+            f"{what}; put one copy on a file system that all nodes share (HF_HOME too), and install the same packages on all nodes"
+        )
 
 
 def _of_copies(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,6 +185,8 @@ def two_copies(rank: int, folder: Path) -> str:
         {"reward": {"code": {"rewards/mine.py": "d"}}},
         {"commits": {"policy": "e"}},
         {"environment": {"code": "g"}},
+        {"environment": {"code": "f", "max_turns": 3}},
+        {"data": {**same, "format": {"prompt_key": "question"}}},
     )
     for other in others:
         try:
@@ -200,7 +202,8 @@ def test_ranks_that_read_different_copies_are_refused_on_all(tmp_path: Path) -> 
     assert "data.train: rank 0 has t.jsonl (SHA-256 a), rank 1 has t.jsonl (SHA-256 b); put one copy on a file system" in first
     assert 'data.train as prompts (tokens): rank 0 has "x", rank 1 has "y"' in first
     assert 'reward: code of rewards/mine.py: rank 0 has "c", rank 1 has "d"' in first
-    assert "policy.model's commit: rank 0 has " in first and len(first.splitlines()) == 5
+    assert "policy.model's commit: rank 0 has " in first and len(first.splitlines()) == 7
+    assert first.count("keys of data, evaluations or rollout.environment: rank 0 has others than rank 1; put one copy") == 2
     assert "rollout.environment's code: rank 0 has " in first
 
 
