@@ -1,8 +1,7 @@
-"""Weights that a checkpoint stores in fewer bits, read as fp32: training starts from these and never returns to them.
+"""Weights that a checkpoint stores in fp8 (float8_e4m3fn) with a scale per tensor or per block, read as fp32.
 
-fp8 (float8_e4m3fn) as in transformers' fine-grained fp8: weight = fp8 value x `weight_scale_inv` of its block or tensor, in fp32;
-scales of activations are not read. mxfp4 (experts of gpt-oss as published): 32 inputs of an output share a power of two, and each
-is a number of 4 bits (OCP Microscaling Formats 1.0).
+As in transformers' fine-grained fp8: weight = fp8 value x `weight_scale_inv` of its block, in fp32. Scales of activations are not
+read: training starts from the dequantised weights and never returns to fp8.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Fp8:
 
 
 def read_fp8(config: Mapping[str, Any], *, mxfp4: bool = True) -> Fp8 | None:
-    """Read the fp8 settings of a config.json; None if it is not quantised, or in mxfp4, which its tensors tell.
+    """Read the fp8 settings of a config.json; None if it is not quantised, or in mxfp4, which its tensors tell (`mxfp4.py`).
     ValueError for every other quantisation. mxfp4: that one is read."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not found:
@@ -92,38 +91,3 @@ class Dequantised:
         row_blocks = torch.arange(*rows.indices(self._shape[0])) // self._block[0]
         col_blocks = torch.arange(*cols.indices(self._shape[1])) // self._block[1]
         return values.mul_(self._scales[row_blocks[:, None], col_blocks])
-
-
-# --------------------------------------------------------------------------------------------------------------- mxfp4
-
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the two tensors of a weight. Blocks: [experts, outputs, inputs / 32, 16] uint8, of which each holds two numbers, the
-first in its low bits. Scales: [experts, outputs, inputs / 32] uint8, exponents of 2 plus 127."""
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-class Mxfp4:
-    """A weight [experts, inputs, outputs] of a checkpoint; only the experts that are indexed are read. blocks, scales: safetensors'
-    slices. where: file and name of the blocks. ValueError if they do not fit."""
-
-    def __init__(self, blocks: Any, scales: Any, where: str) -> None:
-        sizes = blocks.get_shape()
-        if len(sizes) != 4 or sizes[3] != 16 or scales.get_shape() != sizes[:3]:
-            found = f"{sizes} with scales {scales.get_shape()}"
-            raise ValueError(f"{where} has shape {found}; [experts, outputs, inputs / 32, 16] and the same without 16 are needed")
-        if kinds := {blocks.get_dtype(), scales.get_dtype()} - {"U8"}:
-            raise ValueError(f"{where} is {min(kinds)}; blocks and scales of mxfp4 are U8")
-        self._blocks, self._scales = blocks, scales
-        self._shape = [sizes[0], 32 * sizes[2], sizes[1]]
-
-    def get_shape(self) -> list[int]:
-        return self._shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Read the experts of a slice: [experts, inputs, outputs] fp32."""
-        import torch
-
-        packed, exponents = self._blocks[index], self._scales[index].int() - 127
-        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-        values = torch.ldexp(torch.tensor(_NUMBERS)[pairs.int()], exponents[..., None])
-        return values.flatten(-2).transpose(1, 2)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from megappo.models.fp8 import BLOCKS, FP8, SCALE_SUFFIX, SCALES, Dequantised, Mxfp4, read_fp8
+from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 from megappo.models.hf_config import read_config
+from megappo.models.mxfp4 import BLOCKS, SCALES, Mxfp4
 from megappo.models.pieces import Box, as_2d
 from megappo.models.vision_families import TOWER
 from megappo.models.weight_map import OUTPUT

@@ -11,9 +11,10 @@ from typing import Literal
 
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
-from megappo.models.fp8 import SCALE_SUFFIX, SCALES
+from megappo.models.fp8 import SCALE_SUFFIX
 from megappo.models.hf_config import read_config, text_config
 from megappo.models.hf_tensors import CheckpointReader, LazySlice, read_box
+from megappo.models.mxfp4 import SCALES
 from megappo.models.pieces import Box
 from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_layer, hf_tensors
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megappo.models import fp8
+from megappo.models import mxfp4
 from megappo.models.hf_config import arch_for, read_arch, read_config, text_config
 from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.pieces import as_2d
@@ -62,8 +62,8 @@ def test_rectangles_are_those_of_transformers_tensors(quantised):
 
 def test_numbers_in_another_order_would_be_noticed(quantised, monkeypatch):
     path, meant = quantised
-    numbers = fp8._NUMBERS
-    monkeypatch.setattr(fp8, "_NUMBERS", (*numbers[8:], *numbers[:8]))  # signs
+    numbers = mxfp4._NUMBERS
+    monkeypatch.setattr(mxfp4, "_NUMBERS", (*numbers[8:], *numbers[:8]))  # signs
     wrong = {piece.hf.rpartition(".")[2] for piece, found in rectangles(path) if not equal(found, piece, meant)}
     assert wrong == {"gate_up_proj", "down_proj"}
 
